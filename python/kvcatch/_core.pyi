@@ -1,0 +1,319 @@
+"""Types of the Rust core. Blocks are ``int`` ids in ``range(num_blocks)``; sizes say their unit."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence as _Seq
+from typing import Any, Literal, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens: TypeAlias = "npt.NDArray[np.integer[Any]] | _Seq[int] | Prefix"
+Batch: TypeAlias = "Sequence | npt.NDArray[np.int64] | _Seq[Sequence | int]"
+Salt: TypeAlias = "str | bytes | int | None"
+
+__version__: str
+build_profile: str
+
+@final
+class Sequence:
+    """Handle of one sequence in a pool. Carries a generation: after ``free`` it is stale, never another's."""
+
+    @property
+    def id(self) -> int:
+        """The handle as one integer (fits int64), for batches kept in a numpy array."""
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache when the sequence was created."""
+    @property
+    def owner(self) -> str | None: ...
+    def __index__(self) -> int: ...
+    def __hash__(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+
+@final
+class Prefix:
+    """A prompt with its chained block hashes, computed once and usable with pools of the same block size and hash."""
+
+    def __new__(
+        cls, tokens: Tokens, block_size: int = 16, *, salt: Salt = None, hash: Literal["xxh3", "blake3"] = "xxh3"
+    ) -> Prefix: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_full_blocks(self) -> int: ...
+    def block_hashes(self) -> list[int]:
+        """128-bit hash of every full block, chained from the first."""
+    def __len__(self) -> int: ...
+
+@final
+class MissReport:
+    """Why a prefix lookup stopped where it did (``BlockPool.explain_miss``)."""
+
+    @property
+    def hit_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def reason(self) -> Literal["full_hit", "empty_cache", "diverged", "evicted", "never_committed", "other_salt"]:
+        """``diverged``: a cached neighbour continues the same prefix with other tokens."""
+    @property
+    def block_index(self) -> int:
+        """Index of the first block of the prompt that was not found."""
+    @property
+    def neighbour_block(self) -> int | None:
+        """Cached block that follows the same prefix and agrees with the prompt longest."""
+    @property
+    def diverges_at(self) -> int | None:
+        """Index of the first prompt token that differs from that neighbour."""
+
+@final
+class Pin:
+    """Handle of a pin: its blocks are neither moved nor evicted until ``unpin``."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def blocks(self) -> npt.NDArray[np.int32]: ...
+    def __index__(self) -> int: ...
+
+@final
+class CompactionPlan:
+    """Block moves with what they cost and gain. Apply it as a whole, or drop it."""
+
+    @property
+    def objective(self) -> Literal["runs", "pages", "largest_run"]: ...
+    @property
+    def src(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def dst(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def rounds(self) -> list[int]:
+        """End offset of every round in ``src``/``dst``. Within a round no destination is also a source."""
+    @property
+    def num_moves(self) -> int: ...
+    @property
+    def runs_before(self) -> int: ...
+    @property
+    def runs_after(self) -> int: ...
+    @property
+    def runs_bound(self) -> int:
+        """No arrangement has fewer runs than this."""
+    @property
+    def empty_pages_before(self) -> int: ...
+    @property
+    def empty_pages_after(self) -> int: ...
+    @property
+    def largest_run_before(self) -> int: ...
+    @property
+    def largest_run_after(self) -> int: ...
+    @property
+    def bytes_moved(self) -> int | None: ...
+    @property
+    def seconds(self) -> float | None:
+        """Predicted copy time: every byte is read once and written once at ``bandwidth``."""
+    def apply(self) -> None:
+        """Remap tables, prefix index and owners in one step. Raises StalePlan when the pool changed."""
+    def to_dict(self) -> dict[str, Any]: ...
+    def __len__(self) -> int: ...
+
+@final
+class FreeBlocks:
+    """All blocks that may be handed out: one placement and one eviction joined. Knows no reference counts, no hashes."""
+
+    def __new__(
+        cls, num_blocks: int, *, placement: str = "bitmap", eviction: str = "lru", seed: int = 0
+    ) -> FreeBlocks: ...
+    @property
+    def placement(self) -> str: ...
+    @property
+    def eviction(self) -> str: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_clean(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def largest_run(self) -> int: ...
+    def take(
+        self, n: int, *, after: int | None = None, contiguous: bool = False, out: npt.NDArray[np.int32] | None = None
+    ) -> npt.NDArray[np.int32] | int:
+        """Hand out ``n`` blocks, evicting cached ones as needed.
+
+        ``after`` is the caller's last block: growth continues behind it where it can. With ``out`` the ids are
+        written there and the number of evicted blocks comes back; without it a new int32 array does.
+        """
+    def remove(self, block: int) -> None:
+        """Take this very block out: a cached block is hit."""
+    def touch(self, block: int) -> None:
+        """Tell the eviction that a block already handed out was hit once more."""
+    def give_clean(self, blocks: npt.NDArray[np.int32] | _Seq[int]) -> None:
+        """Give blocks back with nothing in them; the first is handed out first under ``queue``."""
+    def give_cached(self, blocks: npt.NDArray[np.int32] | _Seq[int]) -> None:
+        """Give blocks back with content worth keeping, evict-first order (a sequence's tail first)."""
+    def is_clean(self, block: int) -> bool: ...
+    def is_cached(self, block: int) -> bool: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, block: int) -> bool: ...
+    def __iter__(self) -> Iterator[int]:
+        """Ids in hand-out order as things stand: clean blocks, then cached ones, next victim first."""
+    def validate(self) -> None: ...
+
+@final
+class BlockPool:
+    """Paged KV-cache blocks: who holds which, what is cached, what may be handed out."""
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        placement: str = "bitmap",
+        eviction: str = "lru",
+        contiguity: Literal["preferred", "required"] = "preferred",
+        blocks_per_page: int = 128,
+        null_block: bool = False,
+        hash: Literal["xxh3", "blake3"] = "xxh3",
+        seed: int = 0,
+        manual_clock: bool = False,
+    ) -> BlockPool: ...
+
+    # what it is
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def placement(self) -> str: ...
+    @property
+    def eviction(self) -> str: ...
+    @property
+    def contiguity(self) -> str: ...
+    @property
+    def blocks_per_page(self) -> int: ...
+    # block counts
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def num_cached(self) -> int: ...
+    @property
+    def num_active(self) -> int: ...
+    @property
+    def num_reserved(self) -> int: ...
+    @property
+    def num_pinned(self) -> int: ...
+    @property
+    def available(self) -> int:
+        """free + cached - pinned cached - reserved."""
+    @property
+    def num_sequences(self) -> int: ...
+    @property
+    def largest_run(self) -> int: ...
+    # sequences
+    def create(
+        self,
+        tokens: Tokens,
+        *,
+        owner: str | None = None,
+        tags: Mapping[str, str] | None = None,
+        salt: Salt = None,
+        num_tokens: int | None = None,
+        reserve_tokens: int = 0,
+        use_cache: bool = True,
+        commit: bool = False,
+    ) -> Sequence:
+        """Admit a prompt: share its committed prefix blocks, allocate the rest (all or nothing).
+
+        At most ``len(tokens) - 1`` tokens are hit, so that at least one is computed. ``num_tokens`` allocates room
+        for only so many of the prompt's tokens now (chunked prefill; later chunks come by ``append``).
+        ``reserve_tokens`` promises room for that many tokens beyond the prompt. ``commit`` makes the full blocks
+        findable at once (as vLLM does) instead of after ``commit()``.
+        """
+    def append(self, seqs: Batch, n_tokens: int | npt.NDArray[np.integer[Any]] | _Seq[int] = 1) -> list[tuple[int, int]]:
+        """Make room for ``n_tokens`` more tokens in each sequence (all or nothing for the batch).
+
+        Returns the copy-on-write pairs (source block, destination block) to copy before anything is written.
+        """
+    def commit(
+        self,
+        seqs: Batch,
+        tokens: npt.NDArray[np.integer[Any]] | _Seq[int] | None = None,
+        counts: int | npt.NDArray[np.integer[Any]] | _Seq[int] | None = None,
+        *,
+        deduplicate: bool = False,
+    ) -> int:
+        """Say which tokens were written; blocks that became full may now be found by others.
+
+        Without ``tokens``: the next ``counts`` tokens known from ``create`` (default all of them). With ``tokens``
+        (all sequences' new tokens end to end; ``counts`` each, default equal shares): ids of generated tokens.
+        Returns how many blocks were replaced by an equal cached one (``deduplicate=True``).
+        """
+    def fork(self, seq: Sequence | int, *, owner: str | None = None, tags: Mapping[str, str] | None = None) -> Sequence: ...
+    def truncate(self, seq: Sequence | int, num_tokens: int) -> None: ...
+    def reserve(self, seq: Sequence | int, num_tokens: int) -> None:
+        """Promise room for ``num_tokens`` tokens beyond those appended (replaces an earlier promise; 0 ends it)."""
+    def free(self, seqs: Batch) -> None: ...
+    def block_tables(self, seqs: Batch, out: npt.NDArray[np.int32], *, pad: int = -1) -> None:
+        """Write one row of block ids per sequence into ``out`` (int32, [n, width], C-contiguous), padded with ``pad``."""
+    def slot_mapping(
+        self,
+        seqs: Batch,
+        counts: int | npt.NDArray[np.integer[Any]] | _Seq[int] | None = None,
+        *,
+        starts: npt.NDArray[np.integer[Any]] | _Seq[int] | None = None,
+        out: npt.NDArray[np.int64],
+    ) -> int:
+        """Write slot = block_id * block_size + offset of tokens [start, start + count) of every sequence, end to end.
+
+        Default: from the first token not committed to the last one appended. Returns how many were written.
+        """
+    def block_ids(self, seq: Sequence | int) -> npt.NDArray[np.int32]: ...
+    def num_tokens(self, seq: Sequence | int) -> int: ...
+    def num_committed(self, seq: Sequence | int) -> int: ...
+    def num_runs(self, seqs: Batch) -> int: ...
+    def describe(self, seq: Sequence | int) -> dict[str, Any]: ...
+    def sequences(self) -> list[Sequence]: ...
+    # prefix cache
+    def prefix(self, tokens: Tokens, *, salt: Salt = None) -> Prefix: ...
+    def lookup(self, tokens: Tokens, *, salt: Salt = None) -> int:
+        """Hit tokens of this prompt now (all full blocks counted); takes nothing."""
+    def lookup_many(self, prefixes: _Seq[Prefix]) -> npt.NDArray[np.int64]: ...
+    def explain_miss(self, tokens: Tokens, *, salt: Salt = None) -> MissReport: ...
+    def retain(self, tokens: Tokens, *, priority: int = 1, ttl: float | None = None, salt: Salt = None) -> int:
+        """Keep the cached blocks of this prefix longer: higher priority (0..100) is evicted later, for ``ttl`` seconds.
+
+        Returns how many blocks it applies to. Blocks being used count too. Priority 0 ends a retention.
+        """
+    def set_next_use(self, seq: Sequence | int, next_use: npt.NDArray[np.int64]) -> None:
+        """Only under ``eviction="clairvoyant"``: when each of the sequence's first blocks is needed next."""
+    def evict(self, n: int) -> int:
+        """Make up to ``n`` cached blocks clean, next victims first; returns how many."""
+    def reset_prefix_cache(self) -> int: ...
+    @property
+    def now(self) -> float: ...
+    @now.setter
+    def now(self, seconds: float) -> None: ...
+    # pins
+    def pin(
+        self, what: Sequence | int | npt.NDArray[np.int32] | _Seq[int], *, owner: str | None = None, deadline: float | None = None
+    ) -> Pin: ...
+    def unpin(self, pin: Pin | int) -> None: ...
+    # compaction
+    def plan_compaction(
+        self,
+        objective: Literal["runs", "pages", "largest_run"],
+        *,
+        n: int | None = None,
+        max_moves: int | None = None,
+        seqs: Batch | None = None,
+        bytes_per_block: int | None = None,
+        bandwidth: float | None = None,
+    ) -> CompactionPlan: ...
+    # seeing
+    def stats(self) -> dict[str, Any]: ...
+    def holdings(self, by: str = "owner") -> list[dict[str, Any]]: ...
+    def audit(self, live: Iterable[str], *, now: float | None = None) -> dict[str, Any]: ...
+    def snapshot(self) -> dict[str, Any]: ...
+    def validate(self) -> None: ...
+
+def placements() -> list[str]: ...
+def evictions() -> list[str]: ...

@@ -1,0 +1,494 @@
+"""The ``kvcatch`` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path  # noqa: TC003
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvcatch.bench import (
+    CACHE_COLUMNS,
+    DEFAULT_POLICIES,
+    PLACEMENT_COLUMNS,
+    BenchConfig,
+    BenchResult,
+    Column,
+    each_policy,
+)
+from kvcatch.errors import InvalidArgument, KvcatchError, SnapshotError, TraceError
+from kvcatch.snapshot import Holding, Snapshot
+from kvcatch.workload.generators import WORKLOADS, generate
+from kvcatch.workload.readers import read_trace
+from kvcatch.workload.replay import (
+    BANDWIDTH_GB_S,
+    DESCRIPTOR_US,
+    MAX_PASSED_OVER,
+    Order,
+    ReplayResult,
+    ReplaySettings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvcatch.workload.request import Workload
+
+WIDTH = 100
+MAX_ROWS = 20
+GENERATED_REQUESTS = 1_000
+DONE_EVERY_SECONDS = 5.0
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"max_content_width": WIDTH, "help_option_names": ["-h", "--help"]},
+)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    return console
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    sys.stdout.flush()
+    print(f"kvcatch: {message}", file=sys.stderr)  # noqa: T201
+    raise typer.Exit(code)
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn what kvcatch and the file system refuse into one line and an exit code."""
+    try:
+        yield
+    except (InvalidArgument, TraceError, SnapshotError) as error:
+        _fail(str(error), 2)
+    except KvcatchError as error:
+        _fail(str(error), 1)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        name = f"{error.filename}: " if error.filename else ""
+        _fail(f"{name}{error.strerror or error}", 2)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from kvcatch._core import __version__, build_profile
+
+        suffix = "" if build_profile == "release" else f" ({build_profile} build)"
+        _console().print(f"kvcatch {__version__}{suffix}")
+        raise typer.Exit
+
+
+@app.callback()
+def _kvcatch(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Look after the KV cache of an LLM server: compare block allocators, read pool snapshots.
+
+    Example: kvcatch bench --workload chat
+    """
+
+
+@app.command()
+def bench(
+    *,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Mooncake JSONL, Azure LLM CSV or BurstGPT CSV; known by content."
+        ),
+    ] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Built-in: {', '.join(WORKLOADS)}.  [default: chat]"),
+    ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Only the first N requests.  "
+            f"[default: a whole trace; {GENERATED_REQUESTS} built-in]",
+        ),
+    ] = None,
+    num_blocks: Annotated[
+        int, typer.Option(metavar="N", help="Blocks of the pool, one of them the null block.")
+    ] = 16_384,
+    block_size: Annotated[int, typer.Option(metavar="N", help="Tokens per block.")] = 16,
+    max_num_seqs: Annotated[
+        int, typer.Option(metavar="N", help="Sequences that run at once.")
+    ] = 64,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="PLACEMENT or PLACEMENT+EVICTION, such as bitmap+slru; repeat it to compare.  "
+            f"[default: {', '.join(DEFAULT_POLICIES)}]",
+        ),
+    ] = None,
+    order: Annotated[
+        str,
+        typer.Option(
+            metavar="ORDER",
+            help="fcfs, or cache_aware[:WINDOW]: longest cached prefix among the first WINDOW (64) "
+            f"waiting, nobody passed over more than {MAX_PASSED_OVER} times.",
+        ),
+    ] = "fcfs",
+    watermark: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE", help="Share of the pool that stays available after an admission."
+        ),
+    ] = 0.0,
+    page_blocks: Annotated[int, typer.Option(metavar="N", help="Blocks per page.")] = 128,
+    descriptor_us: Annotated[
+        float,
+        typer.Option(
+            metavar="US",
+            help="Transfer model: µs per descriptor, one for each run (default: vLLM PR 55841).",
+        ),
+    ] = DESCRIPTOR_US,
+    bandwidth: Annotated[
+        float, typer.Option(metavar="GB/S", help="Transfer model: GB/s (default: vLLM PR 35990).")
+    ] = BANDWIDTH_GB_S,
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Seed of the workload and of random evictions.")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.html", help="Also write a self-contained report with plots."),
+    ] = None,
+) -> None:
+    r"""Replay a workload against allocator policies and compare them.
+
+    Every policy starts with an empty pool and gets the same requests, order, admission and
+    watermark: closed loop, one decode token per sequence and step, as vLLM's scheduler does.
+
+    \b
+    Example: kvcatch bench --trace conversation.jsonl --requests 300 --num-blocks 60000 \
+               --policy queue --policy bitmap+slru --report out.html
+    """
+    with _one_line_errors():
+        config = BenchConfig(
+            policies=tuple(policy or DEFAULT_POLICIES),
+            num_blocks=num_blocks,
+            block_size=block_size,
+            page_blocks=page_blocks,
+            seed=seed,
+            settings=ReplaySettings(
+                max_num_seqs=max_num_seqs,
+                order=Order.parse(order),
+                watermark=watermark,
+                descriptor_us=descriptor_us,
+                bandwidth_gb_s=bandwidth,
+            ),
+        )
+        if report is not None:
+            _check_report(report)
+        try:
+            work = _load(trace, workload, requests, seed)
+        except KeyboardInterrupt:
+            _fail("interrupted while reading the workload; no policy was run", 130)
+        for note in work.notes:
+            print(f"kvcatch: note: {note}", file=sys.stderr)  # noqa: T201
+        result, stopped = _run(work, config)
+        _show(result, as_json=as_json)
+        if report is not None and result.policies:
+            from kvcatch.report import html_report
+
+            report.write_text(html_report(result), encoding="utf-8")
+            print(f"kvcatch: report written to {report}", file=sys.stderr)  # noqa: T201
+        if stopped:
+            _fail(stopped, 130)
+
+
+def _check_report(report: Path) -> None:
+    """Refuse early what would fail only after the whole bench."""
+    from kvcatch.report import require_report
+
+    require_report()
+    if report.is_dir():
+        raise InvalidArgument(f"--report {report}: is a folder")
+    if not report.parent.is_dir():
+        raise InvalidArgument(f"--report {report}: there is no folder {report.parent}")
+
+
+def _load(trace: Path | None, name: str | None, requests: int | None, seed: int) -> Workload:
+    if trace is not None and name is not None:
+        raise InvalidArgument("--trace and --workload exclude each other")
+    if requests is not None and requests < 1:
+        raise InvalidArgument(f"--requests {requests}: must be 1 or more")
+    if trace is not None:
+        return read_trace(trace, requests)
+    return generate(name or "chat", requests or GENERATED_REQUESTS, seed)
+
+
+def _run(work: Workload, config: BenchConfig) -> tuple[BenchResult, str]:
+    """The results so far, and what to say when the user stopped it (else an empty string)."""
+    done: dict[str, ReplayResult] = {}
+    shown = _Shown(len(work), config.policies)
+    try:
+        with shown:
+            for name, result in each_policy(work, config, shown.advance):
+                done[name] = result
+                shown.finish(name, result)
+    except KeyboardInterrupt:
+        complete = ", ".join(done) or "none"
+        return BenchResult(work, config, done), (
+            f"interrupted: {len(done)} of {len(config.policies)} policies done ({complete}); "
+            f"{shown.where} was left out"
+        )
+    return BenchResult(work, config, done), ""
+
+
+class _Shown:
+    """Progress on stderr: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, requests: int, policies: Sequence[str]) -> None:
+        self.requests = requests
+        self.where = f"{policies[0]} at 0 of {requests} requests"
+        self.last = time.monotonic()
+        self.bar: Progress | None = None
+        console = _console(stderr=True)
+        if console.is_terminal:
+            self.bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=console,
+                auto_refresh=False,
+            )
+            self.tasks = {
+                name: self.bar.add_task(name, total=requests, start=False) for name in policies
+            }
+
+    def __enter__(self) -> None:
+        if self.bar is not None:
+            self.bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def advance(self, policy: str, done: int, total: int) -> None:
+        self.where = f"{policy} at {done} of {total} requests"
+        now = time.monotonic()
+        if self.bar is not None:
+            task = self.tasks[policy]
+            if done == 0 or not self.bar.tasks[task].started:
+                self.bar.start_task(task)
+            self.bar.update(task, completed=done)
+            if now - self.last > 0.1 or done == total:
+                self.bar.refresh()
+                self.last = now
+        elif now - self.last > DONE_EVERY_SECONDS:
+            self.last = now
+            print(f"kvcatch: {self.where}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def finish(self, policy: str, result: ReplayResult) -> None:
+        if self.bar is None:
+            line = f"kvcatch: {policy}: {result.finished} requests in {result.seconds:.1f} s"
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _show(result: BenchResult, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result.to_dict(), indent=2, allow_nan=False))  # noqa: T201
+        return
+    if not result.policies:
+        return
+    console = _console()
+    work, config = result.workload, result.config
+    console.print(
+        f"{work.name}: {len(work):,} requests, {work.prompt_tokens:,} prompt tokens, "
+        f"{work.output_tokens:,} output tokens"
+    )
+    console.print(
+        f"{config.num_blocks:,} blocks of {config.block_size} tokens, "
+        f"{config.settings.max_num_seqs} sequences, order {config.settings.order}, "
+        f"watermark {config.settings.watermark:g}, pages of {config.page_blocks} blocks"
+    )
+    dropped = max(row.never_fits for row in result.policies.values())
+    if dropped:
+        console.print(f"{dropped:,} requests do not fit the empty pool and were dropped")
+    for columns in (PLACEMENT_COLUMNS, CACHE_COLUMNS):
+        console.print(_bench_table(result, columns))
+        for column in columns:
+            if column.meaning:
+                console.print(f"  {column.title + ':':<13}{column.meaning}")
+
+
+def _bench_table(result: BenchResult, columns: Sequence[Column]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("policy", no_wrap=True)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for name, row in result.policies.items():
+        table.add_row(name, *(column.text(row) for column in columns))
+    return table
+
+
+@app.command()
+def inspect(
+    snapshot: Annotated[
+        Path, typer.Argument(metavar="SNAPSHOT", help="JSON that pool.snapshot() gave.")
+    ],
+    live: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OWNER,...", help="Owners that are alive; others that hold blocks are zombies."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Print what is in a pool's snapshot: who holds what, runs, pages, fragmentation, zombies.
+
+    A snapshot whose numbers cannot be true together is refused with the arithmetic.
+
+    Example: kvcatch inspect snapshot.json --live req-17,req-18
+    """
+    with _one_line_errors():
+        read = Snapshot.read(snapshot)
+        owners = (
+            None if live is None else [name.strip() for name in live.split(",") if name.strip()]
+        )
+        if as_json:
+            print(json.dumps(read.to_dict(owners), indent=2, allow_nan=False))  # noqa: T201
+            return
+        _print_snapshot(read, owners)
+
+
+def _print_snapshot(read: Snapshot, owners: list[str] | None) -> None:
+    console = _console()
+    config, blocks, runs, pages, tokens = (
+        read.config,
+        read.blocks,
+        read.runs,
+        read.pages,
+        read.tokens,
+    )
+    null = ", one of them the null block" if blocks["null"] else ""
+    console.print(
+        f"pool of {config['num_blocks']:,} blocks of {config['block_size']} tokens{null}; "
+        f"{config['placement']}+{config['eviction']}, contiguity {config['contiguity']}"
+    )
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(no_wrap=True)
+    facts.add_column()
+    total = blocks["total"]
+    facts.add_row(
+        "blocks",
+        ", ".join(
+            f"{name} {blocks[name]:,} ({_percent(blocks[name], total)})"
+            for name in ("free", "cached", "active")
+        )
+        + f" of {total:,}",
+    )
+    facts.add_row(
+        "available",
+        f"{blocks['available']:,} = free + cached - pinned cached - reserved "
+        f"(pinned {blocks['pinned']:,}, reserved {blocks['reserved']:,})",
+    )
+    facts.add_row(
+        "free runs",
+        f"{runs['free_runs']:,}, largest {runs['largest_run']:,} blocks, "
+        f"fragmentation {runs['fragmentation']:.1%}",
+    )
+    buckets = sorted(
+        runs["free_run_histogram"].items(), key=lambda item: int(item[0].split("-")[0])
+    )
+    histogram = ", ".join(f"{name}: {n:,}" for name, n in buckets if n)
+    facts.add_row("  by length", histogram or "none")
+    facts.add_row(
+        "pages",
+        f"{pages['empty']:,} empty, {pages['pinned']:,} pinned of {pages['total']:,} "
+        f"({config['blocks_per_page']} blocks each)",
+    )
+    facts.add_row(
+        "slots",
+        f"{tokens['used']:,} used of {tokens['slots']:,}, "
+        f"internal fragmentation {tokens['internal_fragmentation']:.1%}",
+    )
+    facts.add_row("sequences", f"{len(read.sequences):,}, pins {len(read.pins):,}")
+    console.print(facts)
+    console.print(_holdings("owner", read.holdings_by_owner(), total))
+    for tag in read.tag_names():
+        console.print(_holdings(f"tag {tag}", read.holdings_by_tag(tag), total))
+    if owners is not None:
+        zombies = read.zombies(owners)
+        if zombies:
+            held = sum(holding.blocks for holding in zombies)
+            console.print(
+                f"zombies: {held:,} blocks ({_percent(held, total)} of {total:,}) held by "
+                f"{len(zombies):,} owners that are not alive"
+            )
+            console.print(_holdings("zombie", zombies, total))
+        else:
+            console.print("zombies: none")
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _holdings(title: str, holdings: Sequence[Holding], total: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(title, overflow="fold", max_width=32)
+    for name in ("sequences", "blocks", "% of pool", "own", "tokens", "runs", "reserved"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for holding in holdings[:MAX_ROWS]:
+        table.add_row(
+            "(none)" if holding.name is None else holding.name,
+            f"{holding.sequences:,}",
+            f"{holding.blocks:,}",
+            _percent(holding.blocks, total),
+            f"{holding.own_blocks:,}",
+            f"{holding.num_tokens:,}",
+            f"{holding.runs:,}",
+            f"{holding.reserved:,}",
+        )
+    rest = holdings[MAX_ROWS:]
+    if rest:
+        table.add_row(
+            f"... {len(rest):,} more",
+            f"{sum(holding.sequences for holding in rest):,}",
+            f"{sum(holding.blocks for holding in rest):,}",
+            _percent(sum(holding.blocks for holding in rest), total),
+            f"{sum(holding.own_blocks for holding in rest):,}",
+            f"{sum(holding.num_tokens for holding in rest):,}",
+            f"{sum(holding.runs for holding in rest):,}",
+            f"{sum(holding.reserved for holding in rest):,}",
+        )
+    return table
+
+
+def main() -> None:
+    """Run the command line; the entry point of ``kvcatch``."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,4 @@
+//! stand-in
+use super::Lru;
+/// stand-in
+pub type Slru = Lru;

@@ -1,0 +1,101 @@
+//! Compaction: a plan made from the pool as it is, and applied to it as one transaction.
+
+use super::BlockPool;
+use crate::compact::{self, Cell, Objective, Plan, PlanError, PoolView};
+use crate::error::{Error, Result};
+use crate::free::Place;
+use crate::ids::BlockId;
+
+/// A plan of block moves for one pool.
+#[derive(Clone, Debug)]
+pub struct CompactionPlan {
+    /// The moves and their gain.
+    pub plan: Plan,
+    /// What it is for.
+    pub objective: Objective,
+    pool: u64,
+    /// Generations of every source, then of every destination, when the plan was made.
+    generations: Vec<u32>,
+}
+
+impl BlockPool {
+    /// What a planner may do with each block. Cached blocks move like active ones; pinned ones and the null block stay.
+    #[must_use]
+    pub fn cells(&self) -> Vec<Cell> {
+        (0..self.config.num_blocks as u32)
+            .map(|i| {
+                let id = BlockId(i);
+                if self.pin_counts[id.index()] > 0 || (self.config.null_block && id == super::NULL) {
+                    Cell::Fixed
+                } else if self.free.place_of(id) == Ok(Place::Clean) {
+                    Cell::Free
+                } else {
+                    Cell::Movable
+                }
+            })
+            .collect()
+    }
+
+    /// Plans a compaction. `raws` are the sequences whose runs count; `None` for all.
+    ///
+    /// # Errors
+    /// [`Error::StaleHandle`]; [`Error::InvalidArgument`] when the objective cannot be reached, with the arithmetic.
+    pub fn plan_compaction(
+        &self,
+        objective: Objective,
+        max_moves: Option<usize>,
+        raws: Option<&[i64]>,
+    ) -> Result<CompactionPlan> {
+        let tables: Vec<&[BlockId]> = match raws {
+            Some(raws) => {
+                raws.iter().map(|&raw| Ok(self.sequences.get(raw)?.blocks.as_slice())).collect::<Result<_>>()?
+            }
+            None => self.sequences.iter().map(|(_, sequence)| sequence.blocks.as_slice()).collect(),
+        };
+        let cells = self.cells();
+        let view = PoolView { cells: &cells, blocks_per_page: self.config.blocks_per_page as u32 };
+        let plan = compact::plan_compaction(&view, objective, &tables, max_moves)
+            .map_err(|error: PlanError| Error::invalid("plan", "refused", error.to_string()))?;
+        let generations = plan.src.iter().chain(&plan.dst).map(|id| self.generations[id.index()]).collect();
+        Ok(CompactionPlan { plan, objective, pool: self.identity, generations })
+    }
+
+    fn check_plan(&self, made: &CompactionPlan) -> Result<()> {
+        let stale = |reason: String| Err(Error::StalePlan { reason });
+        if made.pool != self.identity {
+            return stale("it was made for another pool".into());
+        }
+        let moved = made.plan.src.iter().chain(&made.plan.dst);
+        for (&id, &generation) in moved.zip(&made.generations) {
+            if self.generations[id.index()] != generation {
+                return stale(format!("block {id} was handed out or freed since"));
+            }
+        }
+        made.plan.validate(&self.cells()).or_else(|what| stale(format!("the pool changed: {what}")))
+    }
+
+    /// Applies a plan as a whole: tables, prefix index, eviction order and retention follow the blocks. The bytes are
+    /// the caller's to copy, before anything reads through the new tables.
+    ///
+    /// # Errors
+    /// [`Error::StalePlan`] when the pool changed in a way that matters; nothing is changed then.
+    pub fn apply(&mut self, made: &CompactionPlan) -> Result<()> {
+        self.check_plan(made)?;
+        for (&from, &to) in made.plan.src.iter().zip(&made.plan.dst) {
+            self.free.relocate(from, to)?;
+            self.index.remap(from, to);
+            self.refs.swap(from.index(), to.index());
+            for id in [from, to] {
+                self.generations[id.index()] = self.generations[id.index()].wrapping_add(1);
+            }
+        }
+        let remap = made.plan.remap(self.config.num_blocks);
+        for sequence in self.sequences.iter_mut() {
+            for id in &mut sequence.blocks {
+                *id = remap[id.index()];
+            }
+        }
+        self.counters.blocks_moved += made.plan.len() as u64;
+        Ok(())
+    }
+}

@@ -1,0 +1,44 @@
+//! The extension module `kvcatch._core`: conversions between Python objects and the core, one file per Rust file.
+
+use pyo3::prelude::*;
+
+mod args;
+mod compact;
+mod error;
+mod free;
+mod pool;
+mod prefix;
+
+/// Names of all placements.
+#[pyfunction]
+fn placements() -> Vec<&'static str> {
+    crate::placement::NAMES.to_vec()
+}
+
+/// Names of all eviction policies.
+#[pyfunction]
+fn evictions() -> Vec<&'static str> {
+    crate::eviction::NAMES.to_vec()
+}
+
+/// The Rust core of kvcatch.
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use super::compact::PyCompactionPlan;
+    #[pymodule_export]
+    use super::free::PyFreeBlocks;
+    #[pymodule_export]
+    use super::pool::{PyBlockPool, PyPin, PySequence};
+    #[pymodule_export]
+    use super::prefix::{PyMissReport, PyPrefix};
+    #[pymodule_export]
+    use super::{evictions, placements};
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("build_profile", if cfg!(debug_assertions) { "debug" } else { "release" })
+    }
+}

@@ -1,0 +1,748 @@
+//! `BlockPool`, `Sequence` and `Pin`.
+
+use std::collections::BTreeSet;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+use pyo3::prelude::*;
+use pyo3::sync::{MutexExt, PyOnceLock};
+use pyo3::types::{PyDict, PyMapping, PyString};
+
+use super::args::{self, Counts, Output};
+use super::compact::PyCompactionPlan;
+use super::error::{invalid_argument, invalid_type};
+use super::prefix::{PyMissReport, PyPrefix, prefix_of};
+use crate::compact::Objective;
+use crate::error::{Error, Result};
+use crate::ids::Handle;
+use crate::pool::{Admission, BlockPool, Config};
+use crate::prefix::{HashKind, Prefix};
+use crate::table::count_runs;
+
+/// Handle of one sequence in a pool.
+#[pyclass(frozen, name = "Sequence", module = "kvcatch")]
+pub(super) struct PySequence {
+    pub(super) raw: i64,
+    hit_tokens: usize,
+    owner: Option<String>,
+}
+
+#[pymethods]
+impl PySequence {
+    #[getter]
+    fn id(&self) -> i64 {
+        self.raw
+    }
+
+    #[getter]
+    fn hit_tokens(&self) -> usize {
+        self.hit_tokens
+    }
+
+    #[getter]
+    fn owner(&self) -> Option<&str> {
+        self.owner.as_deref()
+    }
+
+    fn __index__(&self) -> i64 {
+        self.raw
+    }
+
+    fn __hash__(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        self.raw.hash(&mut hasher);
+        hasher.finish()
+    }
+
+    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
+        other.cast::<PySequence>().is_ok_and(|other| other.get().raw == self.raw)
+    }
+
+    fn __repr__(&self) -> String {
+        let owner = self.owner.as_ref().map_or_else(String::new, |owner| format!(", owner {owner:?}"));
+        format!("<Sequence {}: {} tokens hit{owner}>", self.raw, self.hit_tokens)
+    }
+}
+
+/// Handle of a pin.
+#[pyclass(frozen, name = "Pin", module = "kvcatch")]
+pub(super) struct PyPin {
+    raw: i64,
+    blocks: Vec<crate::ids::BlockId>,
+}
+
+#[pymethods]
+impl PyPin {
+    #[getter]
+    fn id(&self) -> i64 {
+        self.raw
+    }
+
+    #[getter]
+    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        args::block_array(py, &self.blocks)
+    }
+
+    fn __index__(&self) -> i64 {
+        self.raw
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<Pin {}: {} blocks>", self.raw, self.blocks.len())
+    }
+}
+
+/// Paged KV-cache blocks.
+#[pyclass(frozen, name = "BlockPool", module = "kvcatch")]
+pub(super) struct PyBlockPool {
+    pool: Mutex<BlockPool>,
+    config: Config,
+    /// Origin of the pool's clock; `None` where the caller sets it.
+    started: Option<Instant>,
+}
+
+fn poisoned<T>(_: T) -> Error {
+    Error::Corrupt("an earlier call did not finish".into())
+}
+
+impl PyBlockPool {
+    /// Runs `work` on the pool; for use while detached from the interpreter.
+    pub(super) fn with<T>(&self, work: impl FnOnce(&mut BlockPool) -> Result<T>) -> Result<T> {
+        let mut pool = self.pool.lock().map_err(poisoned)?;
+        self.tick(&mut pool);
+        work(&mut pool)
+    }
+
+    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, BlockPool>> {
+        let mut guard = self.pool.lock_py_attached(py).map_err(poisoned)?;
+        self.tick(&mut guard);
+        Ok(guard)
+    }
+
+    fn tick(&self, pool: &mut BlockPool) {
+        if let (Some(started), true) = (self.started, pool.needs_clock()) {
+            pool.set_now(started.elapsed().as_millis() as u64);
+        }
+    }
+
+    fn prefix_of(&self, tokens: &Bound<'_, PyAny>, salt: Option<&Bound<'_, PyAny>>) -> PyResult<Prefix> {
+        prefix_of(tokens, salt, self.config.block_size, self.config.hash)
+    }
+
+    fn sequence(pool: &BlockPool, handle: Handle) -> PyResult<PySequence> {
+        let sequence = pool.sequences().get(handle.raw())?;
+        Ok(PySequence { raw: handle.raw(), hit_tokens: sequence.hit_tokens, owner: sequence.owner.clone() })
+    }
+}
+
+fn tags_of(tags: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Vec<(String, String)>>> {
+    let Some(tags) = tags else { return Ok(None) };
+    let refused = || invalid_type(format!("tags = {}: must be a mapping of str to str", args::shown(tags)));
+    let mapping = tags.cast::<PyMapping>().map_err(|_| refused())?;
+    let pairs = mapping.items()?.extract::<Vec<(String, String)>>().map_err(|_| refused())?;
+    if let Some((key, _)) = pairs.iter().find(|(key, _)| key == "owner") {
+        return Err(invalid_argument(format!("tags has the key {key:?}: use owner= for the owner")));
+    }
+    Ok(Some(pairs))
+}
+
+fn json<'py>(py: Python<'py>, value: &serde_json::Value) -> PyResult<Bound<'py, PyAny>> {
+    static LOADS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let loads =
+        LOADS.get_or_try_init(py, || py.import("json").and_then(|json| json.getattr("loads")).map(Bound::unbind))?;
+    loads.bind(py).call1((value.to_string(),))
+}
+
+#[pymethods]
+impl PyBlockPool {
+    #[new]
+    #[pyo3(signature = (
+        num_blocks, block_size = None, *, placement = "bitmap", eviction = "lru", contiguity = "preferred",
+        blocks_per_page = None, null_block = false, hash = "xxh3", seed = None, manual_clock = false
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        num_blocks: &Bound<'_, PyAny>,
+        block_size: Option<&Bound<'_, PyAny>>,
+        placement: &str,
+        eviction: &str,
+        contiguity: &str,
+        blocks_per_page: Option<&Bound<'_, PyAny>>,
+        null_block: bool,
+        hash: &str,
+        seed: Option<&Bound<'_, PyAny>>,
+        manual_clock: bool,
+    ) -> PyResult<Self> {
+        let read = |name, value: Option<&Bound<'_, PyAny>>, default, least, most| {
+            value.map_or(Ok(default), |value| args::integer(name, value, least, most))
+        };
+        let contiguous = match contiguity {
+            "preferred" => false,
+            "required" => true,
+            _ => {
+                let reason = "must be \"preferred\" or \"required\"";
+                return Err(invalid_argument(format!("contiguity = {contiguity:?}: {reason}")));
+            }
+        };
+        let config = Config {
+            num_blocks: args::integer("num_blocks", num_blocks, 1, 1 << 31)? as usize,
+            block_size: read("block_size", block_size, 16, 1, 1 << 16)? as usize,
+            placement: placement.to_owned(),
+            eviction: eviction.to_owned(),
+            contiguous,
+            blocks_per_page: read("blocks_per_page", blocks_per_page, 128, 1, 1 << 31)? as usize,
+            null_block,
+            hash: HashKind::by_name(hash)?,
+            seed: read("seed", seed, 0, 0, i64::MAX)? as u64,
+        };
+        let pool = Mutex::new(BlockPool::new(config.clone())?);
+        Ok(Self { pool, config, started: (!manual_clock).then(Instant::now) })
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> usize {
+        self.config.num_blocks
+    }
+
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.config.block_size
+    }
+
+    #[getter]
+    fn placement(&self) -> &str {
+        &self.config.placement
+    }
+
+    #[getter]
+    fn eviction(&self) -> &str {
+        &self.config.eviction
+    }
+
+    #[getter]
+    fn contiguity(&self) -> &'static str {
+        if self.config.contiguous { "required" } else { "preferred" }
+    }
+
+    #[getter]
+    fn blocks_per_page(&self) -> usize {
+        self.config.blocks_per_page
+    }
+
+    #[getter]
+    fn num_free(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.num_free())
+    }
+
+    #[getter]
+    fn num_cached(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.num_cached())
+    }
+
+    #[getter]
+    fn num_active(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.num_active())
+    }
+
+    #[getter]
+    fn num_reserved(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.num_reserved())
+    }
+
+    #[getter]
+    fn num_pinned(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.num_pinned())
+    }
+
+    #[getter]
+    fn available(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.available())
+    }
+
+    #[getter]
+    fn num_sequences(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.sequences().len())
+    }
+
+    #[getter]
+    fn largest_run(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.largest_run())
+    }
+
+    #[pyo3(signature = (
+        tokens, *, owner = None, tags = None, salt = None, num_tokens = None, reserve_tokens = None, use_cache = true,
+        commit = false
+    ))]
+    #[allow(clippy::too_many_arguments)]
+    fn create(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        owner: Option<String>,
+        tags: Option<&Bound<'_, PyAny>>,
+        salt: Option<&Bound<'_, PyAny>>,
+        num_tokens: Option<&Bound<'_, PyAny>>,
+        reserve_tokens: Option<&Bound<'_, PyAny>>,
+        use_cache: bool,
+        commit: bool,
+    ) -> PyResult<PySequence> {
+        let admission = Admission {
+            num_tokens: num_tokens.map(|value| args::count("num_tokens", value, 1)).transpose()?,
+            reserve_tokens: reserve_tokens.map_or(Ok(0), |value| args::count("reserve_tokens", value, 0))?,
+            ignore_cache: !use_cache,
+            commit,
+            owner,
+            tags: tags_of(tags)?.unwrap_or_default(),
+        };
+        let prefix = self.prefix_of(tokens, salt)?;
+        let mut pool = self.lock(py)?;
+        let handle = pool.create(prefix, admission)?;
+        Self::sequence(&pool, handle)
+    }
+
+    #[pyo3(signature = (seqs, n_tokens = None))]
+    fn append(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        n_tokens: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<(u32, u32)>> {
+        let raws = args::batch(seqs)?;
+        let counts = n_tokens.map_or(Ok(Counts::Same(1)), |value| Counts::read("n_tokens", value, raws.len()))?;
+        let copies = self.lock(py)?.append(&raws, |i| counts.get(i))?;
+        Ok(copies.into_iter().map(|(from, to)| (from.0, to.0)).collect())
+    }
+
+    #[pyo3(signature = (seqs, tokens = None, counts = None, *, deduplicate = false))]
+    fn commit(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        tokens: Option<&Bound<'_, PyAny>>,
+        counts: Option<&Bound<'_, PyAny>>,
+        deduplicate: bool,
+    ) -> PyResult<usize> {
+        let raws = args::batch(seqs)?;
+        let tokens = tokens.map(|value| args::tokens("tokens", value)).transpose()?;
+        let mut each = counts.map(|value| Counts::read("counts", value, raws.len())).transpose()?;
+        if let (Some(tokens), None) = (&tokens, &each) {
+            if raws.is_empty() || tokens.len() % raws.len() != 0 {
+                let (tokens, raws) = (tokens.len(), raws.len());
+                return Err(invalid_argument(format!("tokens has {tokens} ids for {raws} sequences: give counts")));
+            }
+            each = Some(Counts::Same(tokens.len() / raws.len()));
+        }
+        let count = |i: usize| each.as_ref().map(|counts| counts.get(i));
+        Ok(self.lock(py)?.commit(&raws, tokens.as_deref(), count, deduplicate)?)
+    }
+
+    #[pyo3(signature = (seq, *, owner = None, tags = None))]
+    fn fork(
+        &self,
+        py: Python<'_>,
+        seq: &Bound<'_, PyAny>,
+        owner: Option<String>,
+        tags: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PySequence> {
+        let (raw, tags) = (args::handle("seq", seq)?, tags_of(tags)?);
+        let mut pool = self.lock(py)?;
+        let child = pool.fork(raw, owner, tags)?;
+        Self::sequence(&pool, child)
+    }
+
+    fn truncate(&self, py: Python<'_>, seq: &Bound<'_, PyAny>, num_tokens: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (raw, num_tokens) = (args::handle("seq", seq)?, args::count("num_tokens", num_tokens, 0)?);
+        Ok(self.lock(py)?.truncate(raw, num_tokens)?)
+    }
+
+    fn reserve(&self, py: Python<'_>, seq: &Bound<'_, PyAny>, num_tokens: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (raw, num_tokens) = (args::handle("seq", seq)?, args::count("num_tokens", num_tokens, 0)?);
+        Ok(self.lock(py)?.reserve(raw, num_tokens)?)
+    }
+
+    fn free(&self, py: Python<'_>, seqs: &Bound<'_, PyAny>) -> PyResult<()> {
+        let raws = if seqs.extract::<i64>().is_ok() { vec![args::handle("seqs", seqs)?] } else { args::batch(seqs)? };
+        Ok(self.lock(py)?.free(&raws)?)
+    }
+
+    #[pyo3(signature = (seqs, out, *, pad = None))]
+    fn block_tables(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        pad: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let raws = args::batch(seqs)?;
+        let pad = pad.map_or(Ok(-1), |value| args::integer("pad", value, i64::from(i32::MIN), i64::from(i32::MAX)))?;
+        let mut out = Output::<i32>::get("out", out, "int32", 2)?;
+        let (rows, width) = (out.shape()[0], out.shape()[1]);
+        if rows < raws.len() {
+            return Err(invalid_argument(format!("out has {rows} rows for {} sequences", raws.len())));
+        }
+        let pool = self.lock(py)?;
+        for &raw in &raws {
+            // All or nothing: nothing is written before every row is known to fit.
+            let needed = pool.sequences().get(raw)?.blocks.len();
+            if needed > width {
+                let reason = format!("a row is too narrow for a sequence of {needed} blocks");
+                return Err(invalid_argument(format!("out width = {width}: {reason}")));
+            }
+        }
+        if width > 0 {
+            for (&raw, row) in raws.iter().zip(out.items(py).chunks_exact_mut(width)) {
+                pool.sequences().get(raw)?.write_row(row, pad as i32)?;
+            }
+        }
+        Ok(())
+    }
+
+    #[pyo3(signature = (seqs, counts = None, *, starts = None, out))]
+    fn slot_mapping(
+        &self,
+        py: Python<'_>,
+        seqs: &Bound<'_, PyAny>,
+        counts: Option<&Bound<'_, PyAny>>,
+        starts: Option<&Bound<'_, PyAny>>,
+        out: &Bound<'_, PyAny>,
+    ) -> PyResult<usize> {
+        let raws = args::batch(seqs)?;
+        let counts = counts.map(|value| Counts::read("counts", value, raws.len())).transpose()?;
+        let starts = starts.map(|value| Counts::read("starts", value, raws.len())).transpose()?;
+        let mut out = Output::<i64>::get("out", out, "int64", 1)?;
+        let pool = self.lock(py)?;
+        let mut parts = Vec::with_capacity(raws.len());
+        let mut total = 0usize;
+        for (i, &raw) in raws.iter().enumerate() {
+            let sequence = pool.sequences().get(raw)?;
+            let start = starts.as_ref().map_or(sequence.committed, |starts| starts.get(i));
+            let count = counts.as_ref().map_or(sequence.num_tokens.saturating_sub(start), |counts| counts.get(i));
+            if start.checked_add(count).is_none_or(|end| end > sequence.num_tokens) {
+                return Err(invalid_argument(format!(
+                    "slots {start}..{start}+{count} of sequence {raw}: it has room for {} tokens",
+                    sequence.num_tokens
+                )));
+            }
+            total += count;
+            parts.push((sequence, start, count));
+        }
+        let room = out.shape()[0];
+        if total > room {
+            return Err(invalid_argument(format!("out has room for {room} slots: must hold {total}")));
+        }
+        let mut rest = out.items(py);
+        for (sequence, start, count) in parts {
+            let (now, later) = rest.split_at_mut(count);
+            sequence.write_slots(start, self.config.block_size, now)?;
+            rest = later;
+        }
+        Ok(total)
+    }
+
+    fn block_ids<'py>(&self, py: Python<'py>, seq: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let raw = args::handle("seq", seq)?;
+        let blocks = self.lock(py)?.sequences().get(raw)?.blocks.clone();
+        args::block_array(py, &blocks)
+    }
+
+    fn num_tokens(&self, py: Python<'_>, seq: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let raw = args::handle("seq", seq)?;
+        Ok(self.lock(py)?.sequences().get(raw)?.num_tokens)
+    }
+
+    fn num_committed(&self, py: Python<'_>, seq: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let raw = args::handle("seq", seq)?;
+        Ok(self.lock(py)?.sequences().get(raw)?.committed)
+    }
+
+    fn num_runs(&self, py: Python<'_>, seqs: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let raws = if seqs.extract::<i64>().is_ok() { vec![args::handle("seqs", seqs)?] } else { args::batch(seqs)? };
+        let pool = self.lock(py)?;
+        let mut runs = 0;
+        for raw in raws {
+            runs += count_runs(&pool.sequences().get(raw)?.blocks);
+        }
+        Ok(runs)
+    }
+
+    fn describe<'py>(&self, py: Python<'py>, seq: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+        let raw = args::handle("seq", seq)?;
+        let pool = self.lock(py)?;
+        let sequence = pool.sequences().get(raw)?;
+        let dict = PyDict::new(py);
+        dict.set_item("id", raw)?;
+        dict.set_item("owner", sequence.owner.as_deref())?;
+        let tags = PyDict::new(py);
+        for (key, value) in &sequence.tags {
+            tags.set_item(key, value)?;
+        }
+        dict.set_item("tags", tags)?;
+        dict.set_item("num_tokens", sequence.num_tokens)?;
+        dict.set_item("num_committed", sequence.committed)?;
+        dict.set_item("num_blocks", sequence.blocks.len())?;
+        dict.set_item("runs", count_runs(&sequence.blocks))?;
+        dict.set_item("hit_tokens", sequence.hit_tokens)?;
+        dict.set_item("reserved_blocks", sequence.reserved)?;
+        Ok(dict)
+    }
+
+    fn sequences(&self, py: Python<'_>) -> PyResult<Vec<PySequence>> {
+        let pool = self.lock(py)?;
+        pool.sequences().iter().map(|(handle, _)| Self::sequence(&pool, handle)).collect()
+    }
+
+    #[pyo3(signature = (tokens, *, salt = None))]
+    fn prefix(&self, tokens: &Bound<'_, PyAny>, salt: Option<&Bound<'_, PyAny>>) -> PyResult<PyPrefix> {
+        Ok(PyPrefix { inner: self.prefix_of(tokens, salt)? })
+    }
+
+    #[pyo3(signature = (tokens, *, salt = None))]
+    fn lookup(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, salt: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
+        if let (Ok(prefix), None) = (tokens.cast::<PyPrefix>(), salt) {
+            return Ok(self.lock(py)?.lookup(&prefix.get().inner)?);
+        }
+        let prefix = self.prefix_of(tokens, salt)?;
+        Ok(self.lock(py)?.lookup(&prefix)?)
+    }
+
+    fn lookup_many<'py>(&self, py: Python<'py>, prefixes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let Ok(prefixes) = prefixes.extract::<Vec<Py<PyPrefix>>>() else {
+            return Err(invalid_type(format!("prefixes = {}: must be a list of Prefix", args::shown(prefixes))));
+        };
+        let mut pool = self.lock(py)?;
+        let hits: Result<Vec<i64>> =
+            prefixes.iter().map(|prefix| Ok(pool.lookup(&prefix.get().inner)? as i64)).collect();
+        args::int64_array(py, &hits?)
+    }
+
+    #[pyo3(signature = (tokens, *, salt = None))]
+    fn explain_miss(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        salt: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<PyMissReport> {
+        let prefix = self.prefix_of(tokens, salt)?;
+        let miss = py.detach(|| self.with(|pool| pool.explain(&prefix)))?;
+        Ok(PyMissReport { miss, num_tokens: prefix.tokens().len() })
+    }
+
+    #[pyo3(signature = (tokens, *, priority = None, ttl = None, salt = None))]
+    fn retain(
+        &self,
+        py: Python<'_>,
+        tokens: &Bound<'_, PyAny>,
+        priority: Option<&Bound<'_, PyAny>>,
+        ttl: Option<f64>,
+        salt: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<usize> {
+        let priority = priority.map_or(Ok(1), |value| args::integer("priority", value, 0, 100))?;
+        let ttl = ttl.map(|seconds| args::milliseconds("ttl", seconds)).transpose()?;
+        let prefix = self.prefix_of(tokens, salt)?;
+        let mut pool = self.lock(py)?;
+        if let (Some(started), true) = (self.started, ttl.is_some()) {
+            pool.set_now(started.elapsed().as_millis() as u64);
+        }
+        Ok(pool.retain(&prefix, priority as u8, ttl)?)
+    }
+
+    fn set_next_use(&self, py: Python<'_>, seq: &Bound<'_, PyAny>, next_use: &Bound<'_, PyAny>) -> PyResult<()> {
+        let raw = args::handle("seq", seq)?;
+        let next_use = args::integers("next_use", next_use, i64::MIN, i64::MAX)?;
+        Ok(self.lock(py)?.set_next_use(raw, &next_use)?)
+    }
+
+    fn evict(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let n = args::count("n", n, 0)?;
+        Ok(self.lock(py)?.evict(n))
+    }
+
+    fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.lock(py)?.reset_prefix_cache()?)
+    }
+
+    #[getter]
+    fn get_now(&self, py: Python<'_>) -> PyResult<f64> {
+        match self.started {
+            Some(started) => Ok(started.elapsed().as_secs_f64()),
+            None => Ok(self.lock(py)?.now() as f64 / 1e3),
+        }
+    }
+
+    #[setter]
+    fn set_now(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
+        if self.started.is_some() {
+            return Err(invalid_argument("now: this pool keeps its own clock; make it with manual_clock=True".into()));
+        }
+        let now = args::milliseconds("now", seconds)?;
+        self.lock(py)?.set_now(now);
+        Ok(())
+    }
+
+    #[pyo3(signature = (what, *, owner = None, deadline = None))]
+    fn pin(
+        &self,
+        py: Python<'_>,
+        what: &Bound<'_, PyAny>,
+        owner: Option<String>,
+        deadline: Option<f64>,
+    ) -> PyResult<PyPin> {
+        let deadline = deadline.map(|seconds| args::milliseconds("deadline", seconds)).transpose()?;
+        let single = what.cast::<PySequence>().is_ok() || what.extract::<i64>().is_ok();
+        let raw = if single { Some(args::handle("what", what)?) } else { None };
+        let given = if single { Vec::new() } else { args::blocks("blocks", what)? };
+        let mut pool = self.lock(py)?;
+        let blocks = raw.map_or(Ok(given), |raw| pool.sequences().get(raw).map(|sequence| sequence.blocks.clone()))?;
+        let handle = pool.pin(blocks.clone(), owner, deadline)?;
+        Ok(PyPin { raw: handle.raw(), blocks })
+    }
+
+    fn unpin(&self, py: Python<'_>, pin: &Bound<'_, PyAny>) -> PyResult<()> {
+        let raw = match pin.cast::<PyPin>() {
+            Ok(pin) => pin.get().raw,
+            Err(_) => args::integer("pin", pin, i64::MIN, i64::MAX)?,
+        };
+        Ok(self.lock(py)?.unpin(raw)?)
+    }
+
+    #[pyo3(signature = (objective, *, n = None, max_moves = None, seqs = None, bytes_per_block = None, bandwidth = None))]
+    #[allow(clippy::too_many_arguments)]
+    fn plan_compaction(
+        slf: &Bound<'_, Self>,
+        objective: &str,
+        n: Option<&Bound<'_, PyAny>>,
+        max_moves: Option<&Bound<'_, PyAny>>,
+        seqs: Option<&Bound<'_, PyAny>>,
+        bytes_per_block: Option<&Bound<'_, PyAny>>,
+        bandwidth: Option<f64>,
+    ) -> PyResult<PyCompactionPlan> {
+        let n = n.map(|value| args::integer("n", value, 1, 1 << 31)).transpose()?;
+        let objective = match (objective, n) {
+            ("runs", None) => Objective::Runs,
+            ("pages", None) => Objective::Pages,
+            ("largest_run", Some(n)) => Objective::LargestRun(n as u32),
+            ("largest_run", None) => {
+                return Err(invalid_argument("n: largest_run needs the number of blocks in the run".into()));
+            }
+            ("runs" | "pages", Some(n)) => {
+                return Err(invalid_argument(format!("n = {n}: only largest_run takes it")));
+            }
+            _ => {
+                let reason = "must be \"runs\", \"pages\" or \"largest_run\"";
+                return Err(invalid_argument(format!("objective = {objective:?}: {reason}")));
+            }
+        };
+        let max_moves = max_moves.map(|value| args::count("max_moves", value, 0)).transpose()?;
+        let bytes_per_block = bytes_per_block.map(|value| args::count("bytes_per_block", value, 1)).transpose()?;
+        if let Some(rate) = bandwidth.filter(|rate| !(rate.is_finite() && *rate > 0.0)) {
+            return Err(invalid_argument(format!("bandwidth = {rate}: must be a positive number of bytes per second")));
+        }
+        let raws = seqs.map(args::batch).transpose()?;
+        let this = slf.get();
+        let made = slf.py().detach(|| this.with(|pool| pool.plan_compaction(objective, max_moves, raws.as_deref())))?;
+        Ok(PyCompactionPlan {
+            made: Arc::new(made),
+            pool: slf.clone().unbind(),
+            bytes_per_block: bytes_per_block.map(|bytes| bytes as u64),
+            bandwidth,
+            applied: AtomicBool::new(false),
+        })
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let value = py.detach(|| self.with(|pool| Ok(pool.stats_json())))?;
+        json(py, &value)
+    }
+
+    #[pyo3(signature = (by = "owner"))]
+    fn holdings<'py>(&self, py: Python<'py>, by: &str) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let holdings = py.detach(|| self.with(|pool| Ok(pool.holdings(by))))?;
+        let mut rows = Vec::with_capacity(holdings.len());
+        let mut sorted: Vec<_> = holdings.into_iter().collect();
+        sorted.sort_by_key(|(key, holding)| (std::cmp::Reverse(holding.blocks), key.clone()));
+        for (key, holding) in sorted {
+            let row = PyDict::new(py);
+            row.set_item(by, key)?;
+            row.set_item("sequences", holding.sequences)?;
+            row.set_item("blocks", holding.blocks)?;
+            row.set_item("shared_blocks", holding.shared_blocks)?;
+            row.set_item("tokens", holding.tokens)?;
+            row.set_item("reserved_blocks", holding.reserved)?;
+            rows.push(row);
+        }
+        Ok(rows)
+    }
+
+    #[pyo3(signature = (live, *, now = None))]
+    fn audit<'py>(
+        &self,
+        py: Python<'py>,
+        live: &Bound<'py, PyAny>,
+        now: Option<f64>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        if live.is_instance_of::<PyString>() {
+            return Err(invalid_type(format!("live = {}: must be an iterable of owners", args::shown(live))));
+        }
+        let refused = || invalid_type(format!("live = {}: must be an iterable of str", args::shown(live)));
+        let mut owners = BTreeSet::new();
+        for owner in live.try_iter().map_err(|_| refused())? {
+            owners.insert(owner?.extract::<String>().map_err(|_| refused())?);
+        }
+        let now = match now {
+            Some(seconds) => args::milliseconds("now", seconds)?,
+            None => (self.get_now(py)? * 1e3) as u64,
+        };
+        let audit = py.detach(|| self.with(|pool| Ok(pool.audit(&owners, now))))?;
+        let dict = PyDict::new(py);
+        let mut zombies = Vec::new();
+        for (handle, owner, blocks) in audit.zombies {
+            let row = PyDict::new(py);
+            row.set_item("id", handle.raw())?;
+            row.set_item("owner", owner)?;
+            row.set_item("blocks", blocks)?;
+            zombies.push(row);
+        }
+        let mut overdue = Vec::new();
+        for (handle, owner, blocks, late) in audit.overdue {
+            let row = PyDict::new(py);
+            row.set_item("id", handle.raw())?;
+            row.set_item("owner", owner)?;
+            row.set_item("blocks", blocks)?;
+            row.set_item("overdue_seconds", late as f64 / 1e3)?;
+            overdue.push(row);
+        }
+        dict.set_item("zombies", zombies)?;
+        dict.set_item("zombie_blocks", audit.zombie_blocks)?;
+        dict.set_item("unowned", audit.unowned.into_iter().map(Handle::raw).collect::<Vec<_>>())?;
+        dict.set_item("overdue_pins", overdue)?;
+        Ok(dict)
+    }
+
+    fn snapshot<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let value = py.detach(|| self.with(|pool| Ok(pool.snapshot_json())))?;
+        json(py, &value)
+    }
+
+    fn validate(&self, py: Python<'_>) -> PyResult<()> {
+        Ok(py.detach(|| self.with(|pool| pool.validate()))?)
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
+        let pool = self.lock(py)?;
+        Ok(format!(
+            "<BlockPool {}+{}: {} blocks of {}: {} free, {} cached, {} active, {} reserved, {} pinned>",
+            self.config.placement,
+            self.config.eviction,
+            self.config.num_blocks,
+            self.config.block_size,
+            pool.num_free(),
+            pool.num_cached(),
+            pool.num_active(),
+            pool.num_reserved(),
+            pool.num_pinned()
+        ))
+    }
+}
