@@ -7,7 +7,9 @@ import numpy as np
 
 import kvcatch
 
-pool = kvcatch.BlockPool(num_blocks=1_024, block_size=16, placement="bitmap", eviction="slru")
+pool = kvcatch.BlockPool(
+    num_blocks=1_024, block_size=16, placement="bitmap", eviction="slru", blocks_per_page=32
+)
 print(pool)
 
 # A prompt is admitted: its blocks are handed out all or nothing.
@@ -62,13 +64,16 @@ assert refusal.required == 1_250
 assert refusal.free + refusal.cached < refusal.required
 print(refusal)
 
-# A plan to empty pages: what it moves, what it gains. Apply it, or drop it.
-pool.free([second])
+# A plan to empty pages: what it moves, what it gains. Apply it as a whole, or drop it.
+others = [pool.create(np.arange(320, dtype=np.int32) + 1_000 * n) for n in range(10, 30)]
+pool.free(others[::2])
 plan = pool.plan_compaction("pages", max_moves=256)
+assert plan.num_moves > 0
+assert plan.empty_pages_after > plan.empty_pages_before
 print(plan)
-plan.apply()
+plan.apply()  # tables, prefix index and owners at once; plan.src and plan.dst are for the copy kernel
 
-pool.free([first, child])
+pool.free([first, second, child, *others[1::2]])
 pool.validate()
 assert pool.num_active == 0
 print(pool)

@@ -40,6 +40,7 @@ pub struct FreeBlocks {
     clean: usize,
     candidates: usize,
     evictions: u64,
+    nominated: Vec<BlockId>,
 }
 
 impl FreeBlocks {
@@ -62,6 +63,7 @@ impl FreeBlocks {
             clean: num_blocks,
             candidates: 0,
             evictions: 0,
+            nominated: Vec::new(),
         })
     }
 
@@ -295,12 +297,17 @@ impl FreeBlocks {
 
     /// Victims become candidates until the placement can choose among `wanted` blocks.
     fn nominate(&mut self, wanted: usize) {
-        while self.placement.len() < wanted {
-            let Some(id) = self.eviction.pop() else { return };
+        let mut nominated = std::mem::take(&mut self.nominated);
+        nominated.clear();
+        for _ in self.placement.len()..wanted {
+            let Some(id) = self.eviction.pop() else { break };
             self.place[id.index()] = Place::Candidate;
-            self.candidates += 1;
-            self.placement.insert(&[id]);
+            nominated.push(id);
         }
+        // At once, so that a sequence's runs are merged as runs.
+        self.placement.insert(&nominated);
+        self.candidates += nominated.len();
+        self.nominated = nominated;
     }
 
     /// Takes this very block out, because its content was hit.

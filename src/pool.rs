@@ -537,9 +537,14 @@ impl BlockPool {
     /// A second sequence on the same blocks. The first of them to write into a shared block copies it.
     ///
     /// # Errors
-    /// [`Error::StaleHandle`].
+    /// [`Error::StaleHandle`]; [`Error::InvalidArgument`] when there is room for tokens not known yet: both would write
+    /// them into the same blocks.
     pub fn fork(&mut self, raw: i64, owner: Option<String>, tags: Option<Vec<(String, String)>>) -> Result<Handle> {
         let sequence = self.sequences.get_mut(raw)?;
+        if sequence.num_tokens > sequence.tokens.len() {
+            let room = sequence.num_tokens - sequence.tokens.len();
+            return Err(Error::invalid("sequence", raw, format!("has room for {room} tokens not committed: commit first")));
+        }
         sequence.tail_unsure = true;
         let mut child = sequence.clone();
         child.reserved = 0;

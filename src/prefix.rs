@@ -193,8 +193,10 @@ pub struct PrefixIndex {
     table: HashTable<u32>,
     hash: Vec<u128>,
     parent: Vec<u128>,
-    /// Next block with the same content; `SELF` marks "not in the index".
+    /// Next block with the same content, oldest first; `ABSENT` marks "not in the index".
     next: Vec<u32>,
+    /// The block before it; the head of a chain has its last block here.
+    previous: Vec<u32>,
     tokens: Vec<u32>,
     block_size: usize,
     len: usize,
@@ -220,6 +222,7 @@ impl PrefixIndex {
             hash: vec![0; num_blocks],
             parent: vec![0; num_blocks],
             next: vec![ABSENT; num_blocks],
+            previous: vec![NONE; num_blocks],
             tokens: vec![0; num_blocks * block_size],
             block_size,
             len: 0,
@@ -274,7 +277,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Makes a full block findable. Blocks of equal content are kept behind the first one.
+    /// Makes a full block findable. Of blocks with equal content the oldest is found, as in vLLM.
     pub fn insert(&mut self, id: BlockId, hash: u128, parent: u128, tokens: &[u32]) {
         let i = id.index();
         self.hash[i] = hash;
@@ -288,14 +291,16 @@ impl PrefixIndex {
         match entry {
             Entry::Occupied(head) => {
                 let head = *head.get() as usize;
-                self.next[i] = self.next[head];
-                self.next[head] = id.0;
+                let last = std::mem::replace(&mut self.previous[head], id.0);
+                self.next[last as usize] = id.0;
+                self.previous[i] = last;
             }
             Entry::Vacant(slot) => {
                 slot.insert(id.0);
-                self.next[i] = NONE;
+                self.previous[i] = id.0;
             }
         }
+        self.next[i] = NONE;
     }
 
     /// Forgets a block; does nothing when it is not in the index. `evicted` remembers for a while that it was there.
@@ -305,21 +310,27 @@ impl PrefixIndex {
             return;
         }
         let hash = self.hash[i];
-        let hashes = &self.hash;
-        if let Ok(mut entry) = self.table.find_entry(bucket(hash), |&other| hashes[other as usize] == hash) {
-            let head = *entry.get();
-            if head == id.0 {
-                if self.next[i] == NONE {
+        let (previous, next) = (self.previous[i], self.next[i]);
+        let is_head = self.next[previous as usize] == NONE;
+        if is_head {
+            let found = self.table.find_entry(bucket(hash), |&other| other == id.0);
+            if let Ok(mut entry) = found {
+                if next == NONE {
                     entry.remove();
                 } else {
-                    *entry.get_mut() = self.next[i];
+                    *entry.get_mut() = next;
+                    self.previous[next as usize] = previous;
+                }
+            }
+        } else {
+            self.next[previous as usize] = next;
+            if next == NONE {
+                let head = self.table.find(bucket(hash), |&other| self.hash[other as usize] == hash);
+                if let Some(&head) = head {
+                    self.previous[head as usize] = previous;
                 }
             } else {
-                let mut at = head as usize;
-                while self.next[at] != id.0 {
-                    at = self.next[at] as usize;
-                }
-                self.next[at] = self.next[i];
+                self.previous[next as usize] = previous;
             }
         }
         self.next[i] = ABSENT;
@@ -336,7 +347,7 @@ impl PrefixIndex {
         let parent = self.parent[from.index()];
         let start = from.index() * self.block_size;
         let tokens = self.tokens[start..start + self.block_size].to_vec();
-        // The position among blocks of equal content may change; which one is found does not matter.
+        // It becomes the youngest of the blocks with equal content: any of them serves a hit.
         self.remove(from, false);
         self.insert(to, hash, parent, &tokens);
     }
@@ -390,16 +401,23 @@ impl PrefixIndex {
     pub fn validate(&self) -> Result<()> {
         let mut seen = 0;
         for &head in &self.table {
-            let mut at = head;
+            let (mut at, mut before) = (head, self.previous[head as usize]);
             while at != NONE {
-                if at == ABSENT || self.hash[at as usize] != self.hash[head as usize] {
+                if at == ABSENT
+                    || self.hash[at as usize] != self.hash[head as usize]
+                    || self.previous[at as usize] != before
+                {
                     return Err(Error::corrupt(format!("prefix index: chain of block {head} is broken at {at}")));
                 }
                 seen += 1;
                 if seen > self.len {
                     return Err(Error::corrupt("prefix index: more blocks chained than committed"));
                 }
+                before = at;
                 at = self.next[at as usize];
+            }
+            if self.previous[head as usize] != before {
+                return Err(Error::corrupt(format!("prefix index: the chain of block {head} has another end")));
             }
         }
         let marked = self.next.iter().filter(|&&next| next != ABSENT).count();

@@ -34,8 +34,10 @@ pub struct Pages {
     pub total: usize,
     /// Pages with clean blocks only: what could be given back.
     pub empty: usize,
-    /// Pages that cannot be given back because a block in them is active or cached.
+    /// Pages that cannot be given back as they are because a block in them is active or cached.
     pub pinned: usize,
+    /// Of these, pages with an active block (or the null block): not even eviction would empty them.
+    pub held: usize,
 }
 
 /// Runs per sequence.
@@ -124,10 +126,13 @@ impl BlockPool {
     fn pages(&self) -> Pages {
         let (n, page) = (self.config().num_blocks, self.config().blocks_per_page);
         let total = n.div_ceil(page);
-        let empty = (0..total)
-            .filter(|p| (p * page..((p + 1) * page).min(n)).all(|i| self.place(i) == Place::Clean))
-            .count();
-        Pages { total, empty, pinned: total - empty }
+        let (mut empty, mut held) = (0, 0);
+        for first in (0..n).step_by(page) {
+            let mut places = (first..(first + page).min(n)).map(|i| self.place(i));
+            empty += usize::from(places.clone().all(|place| place == Place::Clean));
+            held += usize::from(places.any(|place| place == Place::Out));
+        }
+        Pages { total, empty, pinned: total - empty, held }
     }
 
     fn sequence_runs(&self) -> SequenceRuns {
@@ -146,15 +151,15 @@ impl BlockPool {
 
     fn token_slots(&self) -> TokenSlots {
         let block_size = self.config().block_size;
-        let mut used: BTreeMap<BlockId, usize> = BTreeMap::new();
+        let mut used = vec![0; self.config().num_blocks];
         for (_, sequence) in self.sequences().iter() {
             for (i, &id) in sequence.blocks.iter().enumerate() {
                 let here = (sequence.num_tokens - i * block_size).min(block_size);
-                let most = used.entry(id).or_default();
-                *most = here.max(*most);
+                used[id.index()] = here.max(used[id.index()]);
             }
         }
-        let (slots, used) = (used.len() * block_size, used.values().sum::<usize>());
+        let held = used.iter().filter(|&&tokens| tokens > 0).count();
+        let (slots, used) = (held * block_size, used.iter().sum::<usize>());
         let internal_fragmentation = if slots == 0 { 0.0 } else { 1.0 - used as f64 / slots as f64 };
         TokenSlots { slots, used, internal_fragmentation }
     }

@@ -55,8 +55,10 @@ class Suite:
         return not self.failed and not self.broken
 
 
-def stream(command: list[str], env: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
-    """Run a command, show its output as it comes, and return its status and its lines."""
+def stream(
+    command: list[str], env: Mapping[str, str] | None = None, hide: str = ""
+) -> tuple[int, list[str]]:
+    """Run a command, show its output as it comes (but what `hide` matches), and return its status and its lines."""
     print(f"\n$ {' '.join(command)}", flush=True)
     with subprocess.Popen(
         command,
@@ -71,8 +73,9 @@ def stream(command: list[str], env: Mapping[str, str] | None = None) -> tuple[in
         lines = []
         assert process.stdout is not None
         for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            if not (hide and re.match(hide, line)):
+                sys.stdout.write(line)
+                sys.stdout.flush()
             lines.append(line.rstrip("\n"))
     return process.returncode, lines
 
@@ -169,7 +172,8 @@ def run_fuzz(options: argparse.Namespace) -> Suite:
                 "-print_final_stats=1",
                 "-verbosity=0",
                 str(corpus),
-            ]
+            ],
+            hide=r"\tNEW_FUNC|WARNING: Failed to find function|#{6} |\".*# Uses",
         )
         if status:
             suite.failed += 1

@@ -110,7 +110,11 @@ impl Machine {
         let Ok(sequence) = self.pool.sequences().get(raw) else { return Vec::new() };
         let size = self.pool.config().block_size;
         let slot = |at: usize| sequence.blocks[at / size].index() * size + at % size;
-        contents(sequence.root, &sequence.tokens).take(sequence.committed).enumerate().map(|(i, c)| (slot(i), c)).collect()
+        contents(sequence.root, &sequence.tokens)
+            .take(sequence.committed)
+            .enumerate()
+            .map(|(i, c)| (slot(i), c))
+            .collect()
     }
 
     fn check_memory(&self, op: &Op) {

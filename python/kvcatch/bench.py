@@ -54,7 +54,7 @@ class BenchConfig:
     """
 
     policies: tuple[str, ...] = DEFAULT_POLICIES
-    num_blocks: int = 16_384
+    num_blocks: int = 8_192
     block_size: int = 16
     page_blocks: int = 128
     seed: int = 0

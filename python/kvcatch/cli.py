@@ -131,7 +131,7 @@ def bench(
     ] = None,
     num_blocks: Annotated[
         int, typer.Option(metavar="N", help="Blocks of the pool, one of them the null block.")
-    ] = 16_384,
+    ] = 8_192,
     block_size: Annotated[int, typer.Option(metavar="N", help="Tokens per block.")] = 16,
     max_num_seqs: Annotated[
         int, typer.Option(metavar="N", help="Sequences that run at once.")

@@ -15,11 +15,13 @@ use crate::error::{Error, Result};
 use crate::ids::BlockId;
 
 /// Room behind a new sequence: between these bounds, in blocks.
-const PROMPT_GAP: (usize, usize) = (4, 32);
+const PROMPT_GAP: (usize, usize) = (6, 32);
 /// Room behind a sequence that moved on to a new fragment.
-const GROWTH_GAP: (usize, usize) = (4, 16);
-/// Slack: at most this share of the pool (1/n).
-const SLACK_SHARE: usize = 28;
+const GROWTH_GAP: (usize, usize) = (4, 8);
+/// Slack: all that is left while that is at most 1/`CROWDED` of the pool, else at most 1/`SLACK_SHARE` of it. Where
+/// little is left nearly all of it goes soon, and its order matters less than its shape.
+const CROWDED: usize = 8;
+const SLACK_SHARE: usize = 40;
 
 /// Run-preferring placement.
 #[derive(Debug)]
@@ -106,7 +108,7 @@ impl Bitmap {
 
     /// One block for a sequence that cannot grow in place.
     fn take_for_growth(&mut self, room: usize, out: &mut Vec<BlockId>) {
-        let least = (room * 3 / 4).max(1) as u32;
+        let least = (room / 2).max(1) as u32;
         if let Some(run) = self.runs.best_fit(least).or_else(|| self.runs.largest()) {
             self.grab(run.start, 1, out);
             return;
@@ -228,7 +230,7 @@ impl Placement for Bitmap {
             need -= self.take_behind(after, need, out);
         }
         let growing = n == 1 && hint.after.is_some();
-        let room = if growing { self.room(hint, 4, GROWTH_GAP) } else { self.room(hint, 2, PROMPT_GAP) };
+        let room = self.room(hint, 4, if growing { GROWTH_GAP } else { PROMPT_GAP });
         if need > 0 {
             if growing {
                 self.take_for_growth(room, out);
@@ -257,7 +259,9 @@ impl Placement for Bitmap {
     }
 
     fn slack(&self, n: usize, left: usize) -> usize {
-        if n == 1 { 0 } else { left.min(self.bound as usize / SLACK_SHARE) + self.gap_blocks }
+        let bound = self.bound as usize;
+        let choice = if left <= bound / CROWDED { left } else { left.min(bound / SLACK_SHARE) };
+        if n == 1 { choice } else { choice + self.gap_blocks }
     }
 
     fn validate(&self) -> Result<()> {

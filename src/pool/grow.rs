@@ -76,7 +76,8 @@ impl BlockPool {
             }
             let fresh = blocks + usize::from(copy);
             required += fresh;
-            promised += sequence.reserved.min(fresh);
+            // The copy is nobody's growth: a promise is for new tokens.
+            promised += sequence.reserved.min(blocks);
             needs.push(Need { raw, blocks, copy, overwrite, run: None });
         }
         if required - promised > self.available() {
@@ -125,7 +126,7 @@ impl BlockPool {
         let mut blocks = std::mem::take(&mut sequence.blocks);
         sequence.tail_unsure = false;
         let fresh = need.blocks + usize::from(need.copy);
-        let promised = sequence.reserved.min(fresh);
+        let promised = sequence.reserved.min(need.blocks);
         sequence.reserved -= promised;
         self.reserved -= promised;
         let last = blocks.last().copied();

@@ -35,7 +35,7 @@ class ModelSequence:
     num_tokens: int
     num_committed: int = 0
     hit_tokens: int = 0
-    reserved_tokens: int = 0
+    reserved: int = 0
     blocks: list[int] = field(default_factory=list)
     chain: list[Chain] = field(default_factory=list)
 
@@ -116,7 +116,7 @@ class ModelPool:
 
     @property
     def num_reserved(self) -> int:
-        return sum(self._reserved_blocks(seq) for seq in self.live.values())
+        return sum(seq.reserved for seq in self.live.values())
 
     @property
     def available(self) -> int:
@@ -128,13 +128,13 @@ class ModelPool:
 
     @property
     def largest_run(self) -> int:
-        return max(self.free_runs(), default=0)
+        return max(self._runs_of([*self.clean, *self.cached]), default=0)
 
-    def free_runs(self) -> list[int]:
-        """Lengths (blocks) of the runs of clean blocks."""
+    def _runs_of(self, blocks: Iterable[int]) -> list[int]:
+        """Lengths (blocks) of the runs that ``blocks`` form."""
         lengths: list[int] = []
         last = None
-        for block in sorted(self.clean):
+        for block in sorted(blocks):
             if last is not None and block == last + 1:
                 lengths[-1] += 1
             else:
@@ -228,11 +228,6 @@ class ModelPool:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _reserved_blocks(self, seq: ModelSequence) -> int:
-        if seq.reserved_tokens == 0:
-            return 0
-        return max(0, self._blocks_for(seq.num_tokens + seq.reserved_tokens) - len(seq.blocks))
-
     def _refuse(self, required: int) -> None:
         raise OutOfBlocks(
             f"{required} blocks needed, {self.available} available",
@@ -292,7 +287,7 @@ class ModelPool:
             room,
             num_committed=len(hit) * self.block_size,
             hit_tokens=len(hit) * self.block_size,
-            reserved_tokens=reserve_tokens,
+            reserved=ahead,
             blocks=hit + self._take(need),
             chain=prompt.chain[: len(hit)],
         )
@@ -313,22 +308,23 @@ class ModelPool:
                 refs[seq.blocks[-1]] -= 1
             growth = self._blocks_for(seq.num_tokens + n) - len(seq.blocks)
             required += growth + copy
-            own += min(growth, self._reserved_blocks(seq))
+            own += min(growth + copy, seq.reserved)
         if required - own > self.available:
-            self._refuse(required)
+            self._refuse(required - own)
         copies: list[tuple[int, int]] = []
         for seq, n in zip(batch, counts, strict=True):
-            if self._must_copy(seq, n, self.refs):
-                source = seq.blocks[-1]
-                (target,) = self._take(1)
-                self.refs[source] -= 1
-                seq.blocks[-1] = target
-                copies.append((source, target))
-            elif n and seq.num_tokens % self.block_size:
+            copy = self._must_copy(seq, n, self.refs)
+            if not copy and n and seq.num_tokens % self.block_size:
                 self._forget(seq.blocks[-1])
-            seq.blocks += self._take(self._blocks_for(seq.num_tokens + n) - len(seq.blocks))
+            fresh = copy + self._blocks_for(seq.num_tokens + n) - len(seq.blocks)
+            taken = self._take(fresh)
+            if copy:
+                source = seq.blocks.pop()
+                self.refs[source] -= 1
+                copies.append((source, taken[0]))
+            seq.blocks += taken
             seq.num_tokens += n
-            seq.reserved_tokens = max(0, seq.reserved_tokens - n)
+            seq.reserved -= min(fresh, seq.reserved)
         return copies
 
     def _must_copy(self, seq: ModelSequence, n: int, refs: dict[int, int]) -> bool:
@@ -401,12 +397,10 @@ class ModelPool:
 
     def reserve(self, seq: Any, num_tokens: int) -> None:
         found = self._sequence(seq)
-        old = found.reserved_tokens
-        found.reserved_tokens = num_tokens
-        if self.available < 0:
-            required = self._reserved_blocks(found)
-            found.reserved_tokens = old
-            self._refuse(required)
+        blocks = self._blocks_for(found.num_tokens + num_tokens) - len(found.blocks)
+        if blocks - found.reserved > self.available:
+            self._refuse(blocks - found.reserved)
+        found.reserved = blocks
 
     def free(self, seqs: Any) -> None:
         for seq in self._batch(seqs):
@@ -471,7 +465,8 @@ class ModelPool:
     def snapshot(self) -> dict[str, Any]:
         """The parts of the snapshot (version 1) that the replay and ``inspect`` read."""
         histogram: dict[str, int] = {}
-        for length in self.free_runs():
+        runs = self._runs_of(self.clean)
+        for length in runs:
             low = 1 << (length.bit_length() - 1)
             label = str(low) if low == 1 else f"{low}-{2 * low - 1}"
             histogram[label] = histogram.get(label, 0) + 1
@@ -508,10 +503,10 @@ class ModelPool:
                 "null": int(self.null_block),
             },
             "runs": {
-                "largest_run": self.largest_run,
+                "largest_run": max(runs, default=0),
                 "free_run_histogram": histogram,
-                "free_runs": len(self.free_runs()),
-                "fragmentation": 1 - self.largest_run / self.num_free if self.num_free else 0.0,
+                "free_runs": len(runs),
+                "fragmentation": 1 - max(runs) / self.num_free if runs else 0.0,
             },
             "pages": {"total": pages, "empty": pages - pinned, "pinned": pinned},
             "tokens": {
@@ -531,7 +526,7 @@ class ModelPool:
                     "shared_blocks": sum(self.refs[block] > 1 for block in seq.blocks),
                     "runs": self.num_runs(seq),
                     "hit_tokens": seq.hit_tokens,
-                    "reserved": self._reserved_blocks(seq),
+                    "reserved": seq.reserved,
                 }
                 for seq in self.live.values()
             ],

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvcatch.errors import InvalidArgument, OutOfBlocks
 from kvcatch.workload.foresight import next_uses
-from kvcatch.workload.measure import LeastRuns, Samples, histogram, mean, quantile
+from kvcatch.workload.measure import MAX_SAMPLES, LeastRuns, Samples, histogram, mean, quantile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,9 +141,10 @@ class ReplayResult:
         first_admission_hit_tokens: The same without readmissions after a preemption.
         prefill_tokens: Prompt tokens computed, over all admissions.
         preemptions: Sequences preempted.
-        us_per_decode_token: Time of the loop per decode token (µs): every pool call (create with
-            hashing, append, commit, free, lookup) and the loop's own Python. Not in it: making
-            token ids, counting runs, samples, foresight for ``clairvoyant``, table export.
+        us_per_decode_token: CPU time of the loop per decode token (µs; a busy machine does not
+            count): every pool call (create with hashing, append, commit, free, lookup) and the
+            loop's own Python. Not in it: making token ids, counting runs, samples, foresight for
+            ``clairvoyant``, table export.
         export_us_per_decode_token: ``block_tables`` (rows as wide as the longest of the batch) and
             ``slot_mapping`` per decode token (µs), measured on the sampled steps.
         largest_free_run: Mean over samples of the longest run of clean blocks (blocks).
@@ -267,10 +268,13 @@ class _Replay:
         self.watermark_tokens = int(settings.watermark * pool.num_blocks) * pool.block_size
 
         self.untimed = 0.0
-        begin = time.perf_counter()
+        self.begin = time.perf_counter()
         clairvoyant = pool.eviction == "clairvoyant"
-        self.next_uses = next_uses(workload, pool.block_size) if clairvoyant else None
-        self.foresight_seconds = time.perf_counter() - begin
+        self.next_uses = (
+            dict(zip(workload.requests, next_uses(workload, pool.block_size), strict=True))
+            if clairvoyant
+            else None
+        )
 
         self.steps = self.decode_tokens = self.preemptions = self.never_fits = 0
         self.hit_tokens = self.first_hit_tokens = self.prefill_tokens = 0
@@ -282,20 +286,22 @@ class _Replay:
         self.waits: list[int] = []
         self.passed_over_max = 0
         self.least_runs = LeastRuns(pool.num_blocks)
-        self.samples = Samples()
+        decode_tokens = sum(request.output_tokens for request in workload.requests)
+        self.samples = Samples(1 + decode_tokens // settings.max_num_seqs // (MAX_SAMPLES // 2))
+        self.table_buffer = np.empty(0, dtype=np.int32)
         self.export_seconds = 0.0
         self.export_tokens = 0
 
     def run(self) -> ReplayResult:
-        begin = time.perf_counter()
+        begin = time.thread_time()
         while self.pending or self.window or self.n:
             self.steps += 1
             self._grow()
             self._admit()
             self._generate()
-        seconds = time.perf_counter() - begin
+        busy = time.thread_time() - begin - self.untimed
         self._report()
-        return self._result(seconds)
+        return self._result(busy)
 
     # one step
 
@@ -322,7 +328,7 @@ class _Replay:
         generated = last.request.output_tokens - (int(self.ends[self.n]) - self.steps + 1)
         if self.next_uses is not None:
             blocks = len(self.pool.block_ids(handle))
-            self.pool.set_next_use(handle, np.full(blocks, last.request.index, dtype=np.int64))
+            self.pool.set_next_use(handle, np.zeros(blocks, dtype=np.int64))
         self.pool.free(self.handles[self.n : self.n + 1])
         self.window.appendleft(_Waiting(last.request, generated, True, last.passed_over))
         self.preemptions += 1
@@ -356,9 +362,9 @@ class _Replay:
     def _prefix(self, waiting: _Waiting) -> Prefix:
         """The request's hashed prompt, made once."""
         if waiting.prefix is None:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             tokens = waiting.request.tokens(waiting.generated)
-            self.untimed += time.perf_counter() - begin
+            self.untimed += time.thread_time() - begin
             waiting.prefix = self.pool.prefix(tokens)
         return waiting.prefix
 
@@ -394,14 +400,14 @@ class _Replay:
             self.first_hit_tokens += hit
             self.waits.append(self.steps)
 
-        begin = time.perf_counter()
+        begin = time.thread_time()
         if self.next_uses is not None:
-            pool.set_next_use(seq, self.next_uses[request.index])
+            pool.set_next_use(seq, self.next_uses[request])
         blocks = pool.block_ids(seq)
         self.least_runs.admit(blocks, hit // pool.block_size)
         self.prompt_runs.append(pool.num_runs(seq))
         self.prompt_tokens += num_tokens
-        self.untimed += time.perf_counter() - begin
+        self.untimed += time.thread_time() - begin
 
         n = self.n
         self.handles[n] = seq.id
@@ -419,10 +425,10 @@ class _Replay:
             return
         done = self.ends[: self.n] <= self.steps
         leaving = self.handles[: self.n][done]
-        begin = time.perf_counter()
+        begin = time.thread_time()
         for position in np.flatnonzero(done):
             self._measure(int(self.handles[position]), self.running[position].blocks_known)
-        self.untimed += time.perf_counter() - begin
+        self.untimed += time.thread_time() - begin
         self.pool.free(leaving)
         stay = np.flatnonzero(~done)
         for column in (self.handles, self.token_base, self.ends):
@@ -445,26 +451,30 @@ class _Replay:
 
     def _sample(self, batch: npt.NDArray[np.int64]) -> None:
         """The pool's state, and what exporting this batch's tables costs."""
-        begin = time.perf_counter()
+        begin = time.thread_time()
         pool = self.pool
-        width = max(len(pool.block_ids(int(handle))) for handle in batch)
-        tables = np.empty((len(batch), width), dtype=np.int32)
-        slots = np.empty(len(batch), dtype=np.int64)
-        start = time.perf_counter()
+        longest = max(pool.num_tokens(int(handle)) for handle in batch)
+        width = -(-longest // pool.block_size)
+        cells = len(batch) * width
+        if cells > len(self.table_buffer):
+            self.table_buffer = np.zeros(2 * cells, dtype=np.int32) + 1
+        tables = self.table_buffer[:cells].reshape(len(batch), width)
+        slots = np.zeros(len(batch), dtype=np.int64)
+        start = time.thread_time()
         pool.block_tables(batch, tables)
         pool.slot_mapping(batch, 1, out=slots)
-        self.export_seconds += time.perf_counter() - start
+        self.export_seconds += time.thread_time() - start
         self.export_tokens += len(batch)
         self.samples.take(self.steps, pool)
-        self.untimed += time.perf_counter() - begin
+        self.untimed += time.thread_time() - begin
 
     def _report(self) -> None:
         if self.progress is not None:
-            begin = time.perf_counter()
+            begin = time.thread_time()
             self.progress(len(self.runs) + self.never_fits, self.total)
-            self.untimed += time.perf_counter() - begin
+            self.untimed += time.thread_time() - begin
 
-    def _result(self, seconds: float) -> ReplayResult:
+    def _result(self, busy: float) -> ReplayResult:
         settings, runs = self.settings, self.runs
         admissions = max(1, len(self.prompt_runs))
         prompt_runs = mean(self.prompt_runs)
@@ -485,7 +495,7 @@ class _Replay:
             first_admission_hit_tokens=self.first_hit_tokens,
             prefill_tokens=self.prefill_tokens,
             preemptions=self.preemptions,
-            us_per_decode_token=(seconds - self.untimed) / max(1, self.decode_tokens) * 1e6,
+            us_per_decode_token=busy / max(1, self.decode_tokens) * 1e6,
             export_us_per_decode_token=self.export_seconds / max(1, self.export_tokens) * 1e6,
             largest_free_run=self.samples.mean("largest_free_run"),
             pages_pinned=self.samples.mean("pages_pinned"),
@@ -495,7 +505,7 @@ class _Replay:
             passed_over_max=self.passed_over_max,
             transfer_ms=prompt_runs * settings.descriptor_us / 1e3
             + bytes_sent / (settings.bandwidth_gb_s * 1e9) * 1e3,
-            seconds=seconds + self.foresight_seconds,
+            seconds=time.perf_counter() - self.begin,
             runs_histogram=histogram(runs),
             samples=self.samples.rows,
         )

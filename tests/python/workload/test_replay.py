@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +86,8 @@ class TestReference:
 @pytest.mark.parametrize("name", ["chat", "agent", "documents"])
 @pytest.mark.parametrize("placement", ["queue", "sorted"])
 def test_the_pool_does_what_the_model_does(name: str, placement: str) -> None:
-    work = generate(name, 60, seed=1)
+    work = generate(name, 60 if name == "chat" else 40, seed=1)
+    work = replace(work, requests=tuple(r for r in work.requests if r.num_tokens < 12_000))
     blocks = 2 * max(-(-(r.num_tokens + r.output_tokens) // 16) for r in work.requests)
     real = replay(work, pool(blocks, placement=placement))
     model: Any = ModelPool(blocks, 16, placement=placement, null_block=True)
@@ -241,6 +243,15 @@ def test_progress_reaches_the_end() -> None:
     replay(generate("chat", 20), pool(4_000), progress=lambda *call: calls.append(call))
     assert calls[-1] == (20, 20)
     assert calls == sorted(calls)
+
+
+def test_foresight_beats_lru_on_any_window_of_a_workload() -> None:
+    whole = generate("chat", 600)
+    work = replace(whole, requests=whole.requests[200:500])
+    settings = ReplaySettings(max_num_seqs=8)
+    lru = replay(work, pool(3_000), settings)
+    best = replay(work, pool(3_000, eviction="clairvoyant"), settings)
+    assert best.first_admission_hit_tokens > lru.first_admission_hit_tokens
 
 
 def test_next_uses() -> None:
