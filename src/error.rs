@@ -74,11 +74,7 @@ pub enum Error {
 
 impl Error {
     /// Shorthand for [`Error::InvalidArgument`].
-    pub fn invalid(
-        name: &'static str,
-        value: impl std::fmt::Display,
-        reason: impl Into<String>,
-    ) -> Self {
+    pub fn invalid(name: &'static str, value: impl std::fmt::Display, reason: impl Into<String>) -> Self {
         Self::InvalidArgument { name, value: value.to_string(), reason: reason.into() }
     }
 

@@ -152,13 +152,7 @@ impl FreeBlocks {
     /// The numbers of a refusal.
     #[must_use]
     pub fn shortage(&self, required: usize, reserved: usize) -> Shortage {
-        Shortage {
-            required,
-            free: self.clean,
-            cached: self.num_cached(),
-            reserved,
-            largest_run: self.largest_run(),
-        }
+        Shortage { required, free: self.clean, cached: self.num_cached(), reserved, largest_run: self.largest_run() }
     }
 
     /// Start of the best place for one run of `n` blocks outside `excluded`: the fewest cached blocks lost, then the
@@ -242,10 +236,10 @@ impl FreeBlocks {
         out: &mut Vec<BlockId>,
         evicted: &mut Vec<BlockId>,
     ) -> Result<()> {
-        if let Some(after) = request.after {
-            if self.place_of(after)? != Place::Out {
-                return Err(Error::invalid("after", after, "must be a block that is handed out"));
-            }
+        if let Some(after) = request.after
+            && self.place_of(after)? != Place::Out
+        {
+            return Err(Error::invalid("after", after, "must be a block that is handed out"));
         }
         if n > self.len() {
             return Err(Error::OutOfBlocks { what: "this request".into(), shortage: self.shortage(n, 0) });

@@ -425,14 +425,18 @@ impl BlockPool {
             kept.insert(id.0);
         }
         for (_, sequence) in self.sequences.iter() {
-            if let Some(last) = sequence.blocks.last() {
-                let end = (last.index() + 1 + sequence.reserved).min(self.config.num_blocks) as u32;
-                for id in last.0 + 1..end {
-                    kept.insert(id);
-                }
+            for id in self.promised_run(sequence.blocks.last().copied(), sequence.reserved) {
+                kept.insert(id);
             }
         }
         kept
+    }
+
+    /// Ids right behind a sequence's last block that strict contiguity promises to it.
+    fn promised_run(&self, last: Option<BlockId>, reserved: usize) -> std::ops::Range<u32> {
+        let first = last.map_or(0, |last| last.0 + 1);
+        let end = (first as usize + reserved).min(self.config.num_blocks) as u32;
+        if last.is_some() { first..end } else { 0..0 }
     }
 
     /// One more table holds a committed block.
@@ -543,7 +547,11 @@ impl BlockPool {
         let sequence = self.sequences.get_mut(raw)?;
         if sequence.num_tokens > sequence.tokens.len() {
             let room = sequence.num_tokens - sequence.tokens.len();
-            return Err(Error::invalid("sequence", raw, format!("has room for {room} tokens not committed: commit first")));
+            return Err(Error::invalid(
+                "sequence",
+                raw,
+                format!("has room for {room} tokens not committed: commit first"),
+            ));
         }
         sequence.tail_unsure = true;
         let mut child = sequence.clone();

@@ -285,9 +285,11 @@ impl PrefixIndex {
         self.tokens[i * self.block_size..(i + 1) * self.block_size].copy_from_slice(tokens);
         self.len += 1;
         let hashes = &self.hash;
-        let entry = self.table.entry(bucket(hash), |&other| hashes[other as usize] == hash, |&other| {
-            bucket(hashes[other as usize])
-        });
+        let entry = self.table.entry(
+            bucket(hash),
+            |&other| hashes[other as usize] == hash,
+            |&other| bucket(hashes[other as usize]),
+        );
         match entry {
             Entry::Occupied(head) => {
                 let head = *head.get() as usize;
@@ -380,8 +382,9 @@ impl PrefixIndex {
         let siblings = committed.clone().filter(|&id| self.parent[id.index()] == parent);
         let nearest = siblings.map(|id| (agreeing(id), id)).max_by_key(|&(agree, id)| (agree, std::cmp::Reverse(id)));
         miss.neighbour = nearest.map(|(agree, id)| (id, start + agree));
-        let other_salt =
-            || at == 0 && committed.clone().any(|id| agreeing(id) == self.block_size && self.parent[id.index()] != parent);
+        let other_salt = || {
+            at == 0 && committed.clone().any(|id| agreeing(id) == self.block_size && self.parent[id.index()] != parent)
+        };
         miss.reason = if self.evicted.contains(&bucket(prefix.hashes[at])) {
             MissReason::Evicted
         } else if miss.neighbour.is_some_and(|(_, differs)| differs < start + self.block_size) {

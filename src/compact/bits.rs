@@ -12,10 +12,7 @@ pub(super) struct Bits {
 impl Bits {
     /// Nothing marked.
     pub(super) fn none(len: usize) -> Self {
-        Self {
-            words: vec![0; len.div_ceil(64)],
-            len,
-        }
+        Self { words: vec![0; len.div_ceil(64)], len }
     }
 
     /// The free blocks of a pool.
@@ -39,10 +36,7 @@ impl Bits {
                 word
             })
             .collect();
-        Self {
-            words,
-            len: cells.len(),
-        }
+        Self { words, len: cells.len() }
     }
 
     pub(super) fn get(&self, i: usize) -> bool {

@@ -69,46 +69,22 @@ impl fmt::Display for PlanError {
         match self {
             Self::EmptyPageSize => write!(f, "blocks_per_page is 0, expected at least 1"),
             Self::PoolTooLarge { blocks, limit } => {
-                write!(
-                    f,
-                    "the pool has {blocks} blocks, a plan handles at most {limit}"
-                )
+                write!(f, "the pool has {blocks} blocks, a plan handles at most {limit}")
             }
-            Self::OutOfRange {
-                sequence,
-                index,
-                block,
-                num_blocks,
-            } => write!(
-                f,
-                "sequence {sequence} lists block {block} at index {index}, the pool has {num_blocks} blocks"
-            ),
-            Self::ListedFree {
-                sequence,
-                index,
-                block,
-            } => write!(
-                f,
-                "sequence {sequence} lists block {block} at index {index}, but that block is free"
-            ),
-            Self::TooFewFree { n, free } => write!(
-                f,
-                "a run of {n} free blocks needs {n} free blocks, only {free} are free: no move makes more"
-            ),
-            Self::FixedInTheWay {
-                n,
-                longest_without_fixed,
-                fixed,
-            } => write!(
+            Self::OutOfRange { sequence, index, block, num_blocks } => {
+                write!(f, "sequence {sequence} lists block {block} at index {index}, the pool has {num_blocks} blocks")
+            }
+            Self::ListedFree { sequence, index, block } => {
+                write!(f, "sequence {sequence} lists block {block} at index {index}, but that block is free")
+            }
+            Self::TooFewFree { n, free } => {
+                write!(f, "a run of {n} free blocks needs {n} free blocks, only {free} are free: no move makes more")
+            }
+            Self::FixedInTheWay { n, longest_without_fixed, fixed } => write!(
                 f,
                 "no {n} neighbouring blocks are without a fixed one: {fixed} fixed blocks leave at most {longest_without_fixed} in a row"
             ),
-            Self::MaxMoves {
-                n,
-                needed,
-                start,
-                max_moves,
-            } => write!(
+            Self::MaxMoves { n, needed, start, max_moves } => write!(
                 f,
                 "a run of {n} free blocks takes at least {needed} moves (from block {start}), max_moves is {max_moves}"
             ),

@@ -18,10 +18,7 @@ pub(super) struct Holes {
 impl Holes {
     /// From `(start, len)` in ascending order; of equal lengths the lowest start is used first.
     pub(super) fn new(stretches: &[(u32, u32)]) -> Self {
-        let mut holes = Self {
-            small: vec![Vec::new(); SMALL],
-            ..Self::default()
-        };
+        let mut holes = Self { small: vec![Vec::new(); SMALL], ..Self::default() };
         for &(start, len) in stretches.iter().rev() {
             holes.put(start, len);
         }
@@ -60,16 +57,8 @@ impl Holes {
     /// Start of `len` free blocks cut from the smallest stretch that has them; the rest goes back.
     pub(super) fn take(&mut self, len: u32) -> Option<u32> {
         let i = (len as usize).checked_sub(1)?;
-        let fits = if i < SMALL {
-            self.mask & (u64::MAX << i)
-        } else {
-            0
-        };
-        let found = if fits != 0 {
-            fits.trailing_zeros() + 1
-        } else {
-            *self.large.range(len..).next()?.0
-        };
+        let fits = if i < SMALL { self.mask & (u64::MAX << i) } else { 0 };
+        let found = if fits != 0 { fits.trailing_zeros() + 1 } else { *self.large.range(len..).next()?.0 };
         let start = self.pop(found)?;
         self.put(start + len, found - len);
         Some(start)

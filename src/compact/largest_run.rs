@@ -13,11 +13,7 @@ use super::{Cell, Moves, Plan, PlanError, PoolView};
 /// none; every other block in it has to leave, one move each at least, and one is enough when it goes outside.
 /// A window with `c` blocks in it needs `c` free blocks outside and there are `free - (n - c)` of them: enough exactly
 /// when `free >= n`, whatever the window. So the window without a fixed block that holds the fewest blocks is minimal.
-pub fn plan_largest_run(
-    view: &PoolView<'_>,
-    n: u32,
-    max_moves: Option<usize>,
-) -> Result<Plan, PlanError> {
+pub fn plan_largest_run(view: &PoolView<'_>, n: u32, max_moves: Option<usize>) -> Result<Plan, PlanError> {
     view.check()?;
     let cells = view.cells;
     let mut holes = Bits::free(cells);
@@ -39,12 +35,7 @@ pub fn plan_largest_run(
     if let Some(max_moves) = max_moves
         && needed as usize > max_moves
     {
-        return Err(PlanError::MaxMoves {
-            n,
-            needed,
-            start: start as u32,
-            max_moves,
-        });
+        return Err(PlanError::MaxMoves { n, needed, start: start as u32, max_moves });
     }
     let mut sources = Vec::new();
     holes.stretches(start, start + n as usize, false, &mut sources);

@@ -57,10 +57,7 @@ impl PoolView<'_> {
             return Err(PlanError::EmptyPageSize);
         }
         if self.cells.len() > MAX_BLOCKS {
-            return Err(PlanError::PoolTooLarge {
-                blocks: self.cells.len(),
-                limit: MAX_BLOCKS,
-            });
+            return Err(PlanError::PoolTooLarge { blocks: self.cells.len(), limit: MAX_BLOCKS });
         }
         Ok(())
     }
@@ -180,18 +177,10 @@ impl Plan {
     /// round, and the rounds cover all moves. The message names the first move that does not. O(blocks + moves).
     pub fn validate(&self, cells: &[Cell]) -> Result<(), String> {
         if self.src.len() != self.dst.len() {
-            return Err(format!(
-                "{} sources but {} destinations",
-                self.src.len(),
-                self.dst.len()
-            ));
+            return Err(format!("{} sources but {} destinations", self.src.len(), self.dst.len()));
         }
         if self.rounds.last().map_or(0, |&end| end as usize) != self.src.len() {
-            return Err(format!(
-                "rounds end at {:?} but there are {} moves",
-                self.rounds.last(),
-                self.src.len()
-            ));
+            return Err(format!("rounds end at {:?} but there are {} moves", self.rounds.last(), self.src.len()));
         }
         if !self.rounds.is_sorted() {
             return Err("round offsets are not ascending".to_owned());
@@ -200,8 +189,7 @@ impl Plan {
         let mut move_no = 0;
         for (round, (src, dst)) in self.launches().enumerate() {
             for (s, d) in src.iter().zip(dst) {
-                let bad =
-                    |what: &str| Err(format!("round {round}, move {} -> {}: {what}", s.0, d.0));
+                let bad = |what: &str| Err(format!("round {round}, move {} -> {}: {what}", s.0, d.0));
                 match now.get(s.0 as usize) {
                     Some(Cell::Movable) => {}
                     Some(_) => return bad("the source holds no movable block"),
@@ -217,10 +205,7 @@ impl Plan {
             // Two passes: nothing vacated in this round may be written in it.
             for (s, d) in src.iter().zip(dst) {
                 if now[s.0 as usize] != Cell::Movable || now[d.0 as usize] != Cell::Free {
-                    return Err(format!(
-                        "round {round}, move {} -> {}: used twice in one round",
-                        s.0, d.0
-                    ));
+                    return Err(format!("round {round}, move {} -> {}: used twice in one round", s.0, d.0));
                 }
                 // Fixed marks "touched in this round" until the round is over.
                 now[s.0 as usize] = Cell::Fixed;
@@ -239,10 +224,7 @@ impl Plan {
     /// plans made for another objective. Ids outside `num_blocks` count as staying. O(`num_blocks` + moves + blocks listed).
     pub fn measure_runs(&mut self, num_blocks: usize, sequences: &[&[BlockId]]) -> RunCount {
         let to = self.remap(num_blocks);
-        let runs = RunCount {
-            before: count_runs(sequences),
-            after: sequences.iter().map(|s| runs_of(s, &to)).sum(),
-        };
+        let runs = RunCount { before: count_runs(sequences), after: sequences.iter().map(|s| runs_of(s, &to)).sum() };
         self.gain.runs = Some(runs);
         runs
     }
@@ -337,8 +319,5 @@ fn shape(free: &Bits, view: &PoolView<'_>) -> Shape {
         let to = blocks.min(from + page);
         free.count_range(from, to) == to - from
     };
-    Shape {
-        empty_pages: (0..blocks).step_by(page).filter(empty).count() as u32,
-        largest_run: free.longest() as u32,
-    }
+    Shape { empty_pages: (0..blocks).step_by(page).filter(empty).count() as u32, largest_run: free.longest() as u32 }
 }

@@ -22,12 +22,7 @@ impl Clairvoyant {
     /// An empty set over ids `0..num_blocks`; every block's next use is "never" until told.
     #[must_use]
     pub fn new(num_blocks: usize) -> Self {
-        Self {
-            next_use: vec![u64::MAX; num_blocks],
-            pushed: vec![0; num_blocks],
-            victims: BTreeSet::new(),
-            clock: 0,
-        }
+        Self { next_use: vec![u64::MAX; num_blocks], pushed: vec![0; num_blocks], victims: BTreeSet::new(), clock: 0 }
     }
 
     fn key(&self, id: BlockId) -> (u64, u64, u32) {

@@ -81,7 +81,10 @@ pub const NAMES: [&str; 3] = ["lru", "slru", "clairvoyant"];
 pub fn by_name(name: &str, num_blocks: usize, seed: u64) -> Result<Box<dyn Eviction>> {
     Ok(match name {
         "lru" => Box::new(Lru::new(num_blocks)),
-        "slru" => { let _ = seed; Box::new(Slru::new(num_blocks)) },
+        "slru" => {
+            let _ = seed;
+            Box::new(Slru::new(num_blocks))
+        }
         "clairvoyant" => Box::new(Clairvoyant::new(num_blocks)),
         _ => {
             return Err(Error::invalid(

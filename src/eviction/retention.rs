@@ -135,10 +135,10 @@ impl Eviction for Retention {
     }
 
     fn pop(&mut self) -> Option<BlockId> {
-        if self.in_use {
-            if let Some((_, id)) = self.expired.pop_first() {
-                return Some(BlockId(id));
-            }
+        if self.in_use
+            && let Some((_, id)) = self.expired.pop_first()
+        {
+            return Some(BlockId(id));
         }
         self.inner.pop().or_else(|| self.waiting.pop_first().map(|(_, _, id)| BlockId(id)))
     }

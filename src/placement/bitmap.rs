@@ -196,14 +196,14 @@ impl Placement for Bitmap {
     }
 
     fn remove(&mut self, id: BlockId) {
-        if !self.runs.contains(id.0) {
-            if let Some(owner) = self.gap_owner(id.0) {
-                let near = id.0 - owner - 1;
-                self.end_gap(owner);
-                self.runs.remove(id.0, 1);
-                self.start_gap(owner, near as usize);
-                return;
-            }
+        if !self.runs.contains(id.0)
+            && let Some(owner) = self.gap_owner(id.0)
+        {
+            let near = id.0 - owner - 1;
+            self.end_gap(owner);
+            self.runs.remove(id.0, 1);
+            self.start_gap(owner, near as usize);
+            return;
         }
         self.runs.remove(id.0, 1);
     }

@@ -136,9 +136,8 @@ impl Placement for Buddy {
     }
 
     fn order(&self) -> Vec<BlockId> {
-        let pieces = (0..=self.top()).flat_map(|k| {
-            self.orders[k as usize].iter().flat_map(move |number| (number << k)..((number + 1) << k))
-        });
+        let pieces = (0..=self.top())
+            .flat_map(|k| self.orders[k as usize].iter().flat_map(move |number| (number << k)..((number + 1) << k)));
         pieces.map(BlockId).collect()
     }
 

@@ -96,11 +96,7 @@ impl RunIndex {
     #[inline]
     #[must_use]
     pub fn run_at(&self, id: u32) -> u32 {
-        if self.free.contains(id) && (id == 0 || !self.free.contains(id - 1)) {
-            self.len_at[id as usize]
-        } else {
-            0
-        }
+        if self.free.contains(id) && (id == 0 || !self.free.contains(id - 1)) { self.len_at[id as usize] } else { 0 }
     }
 
     fn link(&mut self, start: u32, len: u32) {
@@ -238,10 +234,10 @@ impl RunIndex {
     pub fn best_fit(&self, need: u32) -> Option<Run> {
         let need = need.max(1);
         let class = class_of(need);
-        if class < self.chunks.len() {
-            if let Some(run) = self.smallest_in(class, need) {
-                return Some(run);
-            }
+        if class < self.chunks.len()
+            && let Some(run) = self.smallest_in(class, need)
+        {
+            return Some(run);
         }
         self.smallest_in(self.next_class(class + 1)?, need)
     }

@@ -65,13 +65,11 @@ impl BlockPool {
                 continue;
             }
             let (mut copy, overwrite) = (false, partial && sequence.tail_unsure);
-            if overwrite {
-                if let Some(&last) = sequence.blocks.last() {
-                    let gone = leaving.iter().filter(|&&id| id == last).count() as u32;
-                    copy = self.refs[last.index()] - gone > 1 || self.pin_counts[last.index()] > 0;
-                    if copy {
-                        leaving.push(last);
-                    }
+            if overwrite && let Some(&last) = sequence.blocks.last() {
+                let gone = leaving.iter().filter(|&&id| id == last).count() as u32;
+                copy = self.refs[last.index()] - gone > 1 || self.pin_counts[last.index()] > 0;
+                if copy {
+                    leaving.push(last);
                 }
             }
             let fresh = blocks + usize::from(copy);
@@ -99,21 +97,22 @@ impl BlockPool {
                 continue;
             }
             let sequence = self.sequences.get(need.raw)?;
-            let after = if need.copy { None } else { sequence.blocks.last().copied() };
-            if let Some(after) = after {
-                // What was promised to this very sequence is its own.
-                for id in after.0 + 1..=after.0 + sequence.reserved as u32 {
-                    kept.remove(id);
-                }
+            let last = sequence.blocks.last().copied();
+            // What was promised to this very sequence is its own.
+            for id in self.promised_run(last, sequence.reserved) {
+                kept.remove(id);
             }
-            let Some(start) = self.free.find_run(fresh, after, &kept) else {
+            let after = if need.copy { None } else { last };
+            // A copy starts a new run, with what is still promised behind it.
+            let promised = if need.copy { sequence.reserved - sequence.reserved.min(need.blocks) } else { 0 };
+            let Some(start) = self.free.find_run(fresh + promised, after, &kept) else {
                 let what = match after {
                     Some(after) => format!("growth by {fresh} blocks right behind block {after}"),
-                    None => format!("one run of {fresh} blocks"),
+                    None => format!("one run of {} blocks", fresh + promised),
                 };
                 return Err(self.refuse(what, required));
             };
-            for id in start.0..start.0 + fresh as u32 {
+            for id in start.0..start.0 + (fresh + promised) as u32 {
                 kept.insert(id);
             }
             need.run = Some(start);
@@ -226,13 +225,18 @@ impl BlockPool {
                     return Err(Error::invalid("sequence", raw, reason));
                 }
                 if n > sequence.num_tokens - sequence.committed {
-                    let reason = format!("there is room for {} more: append first", sequence.num_tokens - sequence.committed);
+                    let reason =
+                        format!("there is room for {} more: append first", sequence.num_tokens - sequence.committed);
                     return Err(Error::invalid("counts", n, reason));
                 }
             } else if let Some(n) = wanted {
                 let known = sequence.tokens.len().min(sequence.num_tokens) - sequence.committed;
                 if n > known {
-                    return Err(Error::invalid("counts", n, format!("only {known} known tokens have room and are not committed")));
+                    return Err(Error::invalid(
+                        "counts",
+                        n,
+                        format!("only {known} known tokens have room and are not committed"),
+                    ));
                 }
             }
         }
@@ -291,7 +295,7 @@ impl BlockPool {
         Ok(replaced)
     }
 
-    /// Takes back room (and tokens) beyond the first `num_tokens`.
+    /// Takes back room (and tokens) beyond the first `num_tokens`. Under strict contiguity a promise ends with it.
     ///
     /// # Errors
     /// [`Error::StaleHandle`], [`Error::InvalidArgument`] when the sequence is shorter.
@@ -310,6 +314,10 @@ impl BlockPool {
         sequence.tokens.truncate(num_tokens);
         sequence.hashes.truncate(num_tokens / block_size);
         sequence.tail_unsure = true;
+        if self.config.contiguous {
+            // The promise was for the run behind the last block, which is another one now.
+            self.reserved -= std::mem::take(&mut sequence.reserved);
+        }
         let dropped = sequence.blocks.split_off(num_tokens.div_ceil(block_size));
         self.let_go(&dropped)
     }
@@ -343,7 +351,7 @@ impl BlockPool {
     fn can_promise_run(&self, raw: i64, last: Option<BlockId>, blocks: usize) -> Result<bool> {
         let Some(last) = last else { return Ok(true) };
         let mut kept = self.kept_runs(&[]);
-        for id in last.0 + 1..=last.0 + self.sequences.get(raw)?.reserved as u32 {
+        for id in self.promised_run(Some(last), self.sequences.get(raw)?.reserved) {
             kept.remove(id);
         }
         Ok(self.free.find_run(blocks, Some(last), &kept).is_some())

@@ -38,9 +38,7 @@ pub(super) fn integer(name: &str, value: &Bound<'_, PyAny>, least: i64, most: i6
         Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
             Err(invalid_argument(format!("{name} = {}: must be between {least} and {most}", shown(value))))
         }
-        Err(_) => {
-            Err(invalid_type(format!("{name} = {}: must be an integer, not {}", shown(value), type_name(value))))
-        }
+        Err(_) => Err(invalid_type(format!("{name} = {}: must be an integer, not {}", shown(value), type_name(value)))),
     }
 }
 
@@ -58,7 +56,11 @@ pub(super) fn milliseconds(name: &str, seconds: f64) -> PyResult<u64> {
     }
 }
 
-fn read_as<T: Element, U>(buffer: &PyUntypedBuffer, py: Python<'_>, convert: impl Fn(T) -> U) -> PyResult<Option<Vec<U>>> {
+fn read_as<T: Element, U>(
+    buffer: &PyUntypedBuffer,
+    py: Python<'_>,
+    convert: impl Fn(T) -> U,
+) -> PyResult<Option<Vec<U>>> {
     match buffer.as_typed::<T>() {
         Ok(typed) => Ok(Some(typed.to_vec(py)?.into_iter().map(convert).collect())),
         Err(_) => Ok(None),
@@ -103,14 +105,14 @@ fn integers_wide(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i128>> {
 
 /// Integers, each between `least` and `most`.
 pub(super) fn integers(name: &str, value: &Bound<'_, PyAny>, least: i64, most: i64) -> PyResult<Vec<i64>> {
-    if let Ok(typed) = PyBuffer::<i64>::get(value) {
-        if typed.dimensions() == 1 {
-            let values = typed.to_vec(value.py())?;
-            if let Some(i) = values.iter().position(|number| !(least..=most).contains(number)) {
-                return Err(out_of_bounds(name, i, i128::from(values[i]), least, most));
-            }
-            return Ok(values);
+    if let Ok(typed) = PyBuffer::<i64>::get(value)
+        && typed.dimensions() == 1
+    {
+        let values = typed.to_vec(value.py())?;
+        if let Some(i) = values.iter().position(|number| !(least..=most).contains(number)) {
+            return Err(out_of_bounds(name, i, i128::from(values[i]), least, most));
         }
+        return Ok(values);
     }
     let wide = integers_wide(name, value)?;
     let bounds = i128::from(least)..=i128::from(most);
@@ -128,47 +130,46 @@ fn out_of_bounds(name: &str, i: usize, value: i128, least: i64, most: i64) -> Py
 pub(super) fn tokens(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     let most = i64::from(u32::MAX);
     let py = value.py();
-    if let Ok(typed) = PyBuffer::<i32>::get(value) {
-        if typed.dimensions() == 1 {
-            let mut values = vec![0u32; typed.item_count()];
-            if let Some(source) = typed.as_slice_ptr() {
-                // SAFETY: the buffer is held and C-contiguous with this many i32 items; attached, and copied at once.
-                #[allow(unsafe_code)]
-                let source = unsafe { source.as_ref() };
-                let mut seen = 0i32;
-                for (to, &token) in values.iter_mut().zip(source) {
-                    seen |= token;
-                    *to = token as u32;
-                }
-                if seen >= 0 {
-                    return Ok(values);
-                }
+    if let Ok(typed) = PyBuffer::<i32>::get(value)
+        && typed.dimensions() == 1
+    {
+        let mut values = vec![0u32; typed.item_count()];
+        if let Some(source) = typed.as_slice_ptr() {
+            // SAFETY: the buffer is held and C-contiguous with this many i32 items; attached, and copied at once.
+            #[allow(unsafe_code)]
+            let source = unsafe { source.as_ref() };
+            let mut seen = 0i32;
+            for (to, &token) in values.iter_mut().zip(source) {
+                seen |= token;
+                *to = token as u32;
             }
-            let source = typed.to_vec(py)?;
-            if let Some(i) = source.iter().position(|&token| token < 0) {
-                return Err(out_of_bounds(name, i, i128::from(source[i]), 0, most));
+            if seen >= 0 {
+                return Ok(values);
             }
-            return Ok(source.into_iter().map(|token| token as u32).collect());
         }
+        let source = typed.to_vec(py)?;
+        if let Some(i) = source.iter().position(|&token| token < 0) {
+            return Err(out_of_bounds(name, i, i128::from(source[i]), 0, most));
+        }
+        return Ok(source.into_iter().map(|token| token as u32).collect());
     }
     Ok(integers(name, value, 0, most)?.into_iter().map(|token| token as u32).collect())
 }
 
 /// Block ids; range is the core's to check.
 pub(super) fn blocks(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-    if let Ok(typed) = PyBuffer::<i32>::get(value) {
-        if typed.dimensions() == 1 {
-            if let Some(source) = typed.as_slice_ptr() {
-                // SAFETY: the buffer is held and C-contiguous with this many i32 items; attached, and copied at once.
-                #[allow(unsafe_code)]
-                let source = unsafe { source.as_ref() };
-                let ids: Vec<BlockId> = source.iter().map(|&id| BlockId(id as u32)).collect();
-                return match source.iter().position(|&id| id < 0) {
-                    None => Ok(ids),
-                    Some(i) => Err(out_of_bounds(name, i, i128::from(source[i]), 0, i64::from(i32::MAX))),
-                };
-            }
-        }
+    if let Ok(typed) = PyBuffer::<i32>::get(value)
+        && typed.dimensions() == 1
+        && let Some(source) = typed.as_slice_ptr()
+    {
+        // SAFETY: the buffer is held and C-contiguous with this many i32 items; attached, and copied at once.
+        #[allow(unsafe_code)]
+        let source = unsafe { source.as_ref() };
+        let ids: Vec<BlockId> = source.iter().map(|&id| BlockId(id as u32)).collect();
+        return match source.iter().position(|&id| id < 0) {
+            None => Ok(ids),
+            Some(i) => Err(out_of_bounds(name, i, i128::from(source[i]), 0, i64::from(i32::MAX))),
+        };
     }
     let ids = integers(name, value, 0, i64::from(i32::MAX))?;
     Ok(ids.into_iter().map(|id| BlockId(id as u32)).collect())
@@ -189,15 +190,15 @@ pub(super) fn handle(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
 
 /// A batch: one `Sequence`, an int64 array of handles, or a sequence of either.
 pub(super) fn batch(value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
-    if let Ok(typed) = PyBuffer::<i64>::get(value) {
-        if typed.dimensions() == 1 {
-            if let Some(source) = typed.as_slice_ptr() {
-                // SAFETY: the buffer is held and C-contiguous with this many i64 items; attached, and copied at once.
-                #[allow(unsafe_code)]
-                return Ok(unsafe { source.as_ref() }.to_vec());
-            }
-            return typed.to_vec(value.py());
+    if let Ok(typed) = PyBuffer::<i64>::get(value)
+        && typed.dimensions() == 1
+    {
+        if let Some(source) = typed.as_slice_ptr() {
+            // SAFETY: the buffer is held and C-contiguous with this many i64 items; attached, and copied at once.
+            #[allow(unsafe_code)]
+            return Ok(unsafe { source.as_ref() }.to_vec());
         }
+        return typed.to_vec(value.py());
     }
     if let Ok(sequence) = value.cast::<PySequence>() {
         return Ok(vec![sequence.get().raw]);
@@ -219,10 +220,11 @@ pub(super) enum Counts {
 impl Counts {
     /// Reads an integer or `n` of them.
     pub(super) fn read(name: &'static str, value: &Bound<'_, PyAny>, n: usize) -> PyResult<Self> {
-        if let Ok(number) = value.extract::<i64>() {
-            if !value.is_instance_of::<PyBool>() && (0..=1 << 40).contains(&number) {
-                return Ok(Self::Same(number as usize));
-            }
+        if let Ok(number) = value.extract::<i64>()
+            && !value.is_instance_of::<PyBool>()
+            && (0..=1 << 40).contains(&number)
+        {
+            return Ok(Self::Same(number as usize));
         }
         let is_number = value.try_iter().is_err() && PyUntypedBuffer::get(value).is_err();
         if is_number {
@@ -259,7 +261,10 @@ impl<T: Element> Output<T> {
             }));
         };
         if buffer.dimensions() != dimensions {
-            return Err(invalid_argument(format!("{name} has shape {:?}: must have {dimensions} dimensions", buffer.shape())));
+            return Err(invalid_argument(format!(
+                "{name} has shape {:?}: must have {dimensions} dimensions",
+                buffer.shape()
+            )));
         }
         if buffer.readonly() {
             return Err(invalid_argument(format!("{name} is read-only: must be writable")));
@@ -292,9 +297,8 @@ impl<T: Element> Output<T> {
 
 fn numpy_array<'py>(py: Python<'py>, bytes: Bound<'py, PyByteArray>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
     static FROMBUFFER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-    let frombuffer = FROMBUFFER.get_or_try_init(py, || {
-        py.import("numpy").and_then(|numpy| numpy.getattr("frombuffer")).map(Bound::unbind)
-    })?;
+    let frombuffer = FROMBUFFER
+        .get_or_try_init(py, || py.import("numpy").and_then(|numpy| numpy.getattr("frombuffer")).map(Bound::unbind))?;
     frombuffer.bind(py).call1((bytes, dtype))
 }
 

@@ -677,12 +677,7 @@ impl PyBlockPool {
     }
 
     #[pyo3(signature = (live, *, now = None))]
-    fn audit<'py>(
-        &self,
-        py: Python<'py>,
-        live: &Bound<'py, PyAny>,
-        now: Option<f64>,
-    ) -> PyResult<Bound<'py, PyDict>> {
+    fn audit<'py>(&self, py: Python<'py>, live: &Bound<'py, PyAny>, now: Option<f64>) -> PyResult<Bound<'py, PyDict>> {
         if live.is_instance_of::<PyString>() {
             return Err(invalid_type(format!("live = {}: must be an iterable of owners", args::shown(live))));
         }

@@ -40,10 +40,7 @@ pub(super) struct Problem<'a> {
 
 impl<'a> Problem<'a> {
     /// Checks every id. O(blocks + blocks listed).
-    pub(super) fn new(
-        cells: &'a [Cell],
-        sequences: &'a [&'a [BlockId]],
-    ) -> Result<Self, PlanError> {
+    pub(super) fn new(cells: &'a [Cell], sequences: &'a [&'a [BlockId]]) -> Result<Self, PlanError> {
         let mut listed = vec![false; cells.len()];
         let mut shared = false;
         let mut fixed_listed = false;
@@ -53,19 +50,10 @@ impl<'a> Problem<'a> {
                     Some(Cell::Movable) => {}
                     Some(Cell::Fixed) => fixed_listed = true,
                     Some(Cell::Free) => {
-                        return Err(PlanError::ListedFree {
-                            sequence,
-                            index,
-                            block,
-                        });
+                        return Err(PlanError::ListedFree { sequence, index, block });
                     }
                     None => {
-                        return Err(PlanError::OutOfRange {
-                            sequence,
-                            index,
-                            block,
-                            num_blocks: cells.len(),
-                        });
+                        return Err(PlanError::OutOfRange { sequence, index, block, num_blocks: cells.len() });
                     }
                 }
                 shared |= std::mem::replace(&mut listed[block as usize], true);
@@ -145,12 +133,7 @@ impl<'a> Problem<'a> {
 
     /// Breaks left however blocks lie: each block keeps one successor and one predecessor, the heaviest at best.
     fn branch_bound(&self, edges: &[Edge]) -> u64 {
-        let self_edges: u64 = self
-            .sequences
-            .iter()
-            .flat_map(|s| s.windows(2))
-            .filter(|w| w[0] == w[1])
-            .count() as u64;
+        let self_edges: u64 = self.sequences.iter().flat_map(|s| s.windows(2)).filter(|w| w[0] == w[1]).count() as u64;
         let mut lost_in: Vec<(u32, u32, u32)> = Vec::new();
         let mut lost_out = 0;
         for group in edges.chunk_by(|x, y| x.a == y.a) {
@@ -178,18 +161,11 @@ impl<'a> Problem<'a> {
     fn span_bound(&self) -> u64 {
         let (mut span, mut longest) = (0usize, 0usize);
         for (cell, listed) in self.cells.iter().zip(&self.listed) {
-            span = if *cell == Cell::Fixed && !listed {
-                0
-            } else {
-                span + 1
-            };
+            span = if *cell == Cell::Fixed && !listed { 0 } else { span + 1 };
             longest = longest.max(span);
         }
         let longest = longest.max(1);
-        self.sequences
-            .iter()
-            .map(|s| s.len().div_ceil(longest) as u64)
-            .sum()
+        self.sequences.iter().map(|s| s.len().div_ceil(longest) as u64).sum()
     }
 
     /// Most runs that `k` moves can save: a repaired break has a moved block beside it, and a moved block ends with
@@ -224,10 +200,7 @@ pub(super) struct Lock {
 
 impl Lock {
     pub(super) fn none() -> Self {
-        Self {
-            level: 0,
-            kept: Vec::new(),
-        }
+        Self { level: 0, kept: Vec::new() }
     }
 
     /// Locks what holds in the `worse` sequences, the next time what holds in all; `false` when all is locked already.
@@ -240,16 +213,8 @@ impl Lock {
             let Some(sequence) = problem.sequences.get(i as usize) else {
                 continue;
             };
-            self.kept.extend(
-                sequence
-                    .windows(2)
-                    .map(|w| Edge {
-                        a: w[0].0,
-                        b: w[1].0,
-                        weight: 0,
-                    })
-                    .filter(Edge::intact),
-            );
+            self.kept
+                .extend(sequence.windows(2).map(|w| Edge { a: w[0].0, b: w[1].0, weight: 0 }).filter(Edge::intact));
         }
         self.kept.sort_unstable_by_key(|e| (e.a, e.b));
         true
@@ -259,10 +224,7 @@ impl Lock {
         edge.intact()
             && match self.level {
                 0 => false,
-                1 => self
-                    .kept
-                    .binary_search_by_key(&(edge.a, edge.b), |e| (e.a, e.b))
-                    .is_ok(),
+                1 => self.kept.binary_search_by_key(&(edge.a, edge.b), |e| (e.a, e.b)).is_ok(),
                 _ => true,
             }
     }
@@ -287,11 +249,7 @@ impl Chains {
             blocks.extend(sequence.iter().map(|b| b.0));
             ranges.push((from, blocks.len() as u32));
         }
-        Self {
-            blocks,
-            weights: Vec::new(),
-            ranges,
-        }
+        Self { blocks, weights: Vec::new(), ranges }
     }
 
     /// Heaviest neighbourhoods first, each block with one successor and one predecessor: for sequences that share
@@ -314,11 +272,7 @@ impl Chains {
                 weight[a as usize] = w;
             }
         }
-        let mut chains = Self {
-            blocks: Vec::new(),
-            weights: Vec::new(),
-            ranges: Vec::new(),
-        };
+        let mut chains = Self { blocks: Vec::new(), weights: Vec::new(), ranges: Vec::new() };
         let mut done = vec![false; n];
         // Heads first; what is left after them are rings (tables that list a block twice), cut at their lowest block.
         for rings in [false, true] {

@@ -34,13 +34,7 @@ struct Info {
 fn inspect(problem: &Problem<'_>, chains: &Chains, i: usize) -> Info {
     let from = chains.ranges[i].0 as usize;
     let chain = chains.chain(i);
-    let mut info = Info {
-        pieces: 0,
-        gain: 0,
-        offset: 0,
-        keep: 0,
-        fixed: false,
-    };
+    let mut info = Info { pieces: 0, gain: 0, offset: 0, keep: 0, fixed: false };
     let (mut start, mut longest) = (0, 0);
     for k in 0..chain.len() {
         let ends = k + 1 == chain.len() || chain[k].checked_add(1) != Some(chain[k + 1]);
@@ -60,9 +54,7 @@ fn inspect(problem: &Problem<'_>, chains: &Chains, i: usize) -> Info {
         info.keep += u32::from(i64::from(block) - k as i64 == info.offset);
     }
     if problem.fixed_listed {
-        info.fixed = chain
-            .iter()
-            .any(|&b| problem.cells[b as usize] == Cell::Fixed);
+        info.fixed = chain.iter().any(|&b| problem.cells[b as usize] == Cell::Fixed);
     }
     info
 }
@@ -70,22 +62,14 @@ fn inspect(problem: &Problem<'_>, chains: &Chains, i: usize) -> Info {
 /// Moves that bring broken chains together, all of them or, when that takes more than `budget` moves, those that
 /// save most runs per move.
 pub(super) fn relocate(problem: &Problem<'_>, chains: &Chains, budget: usize) -> Option<Moves> {
-    let infos: Vec<Info> = (0..chains.ranges.len())
-        .map(|i| inspect(problem, chains, i))
-        .collect();
+    let infos: Vec<Info> = (0..chains.ranges.len()).map(|i| inspect(problem, chains, i)).collect();
     let least_moves = |i: usize| chains.chain(i).len() as u64 - u64::from(infos[i].keep);
     let mut broken: Vec<usize> = (0..infos.len()).filter(|&i| infos[i].pieces > 1).collect();
     if broken.is_empty() {
         return None;
     }
-    let mut planner = Planner {
-        problem,
-        chains,
-        infos: &infos,
-        class: Vec::new(),
-        parts: Vec::new(),
-        parts_of: Vec::new(),
-    };
+    let mut planner =
+        Planner { problem, chains, infos: &infos, class: Vec::new(), parts: Vec::new(), parts_of: Vec::new() };
     let total: u64 = broken.iter().map(|&i| least_moves(i)).sum();
     if total <= budget as u64
         && let Some(want) = planner.best_layout(&broken, true)
@@ -114,10 +98,7 @@ pub(super) fn relocate(problem: &Problem<'_>, chains: &Chains, budget: usize) ->
     let mut best = None;
     while low < high {
         let middle = (low + high).div_ceil(2);
-        match planner
-            .best_layout(&broken[..middle], false)
-            .and_then(|want| route(problem.cells, want, budget))
-        {
+        match planner.best_layout(&broken[..middle], false).and_then(|want| route(problem.cells, want, budget)) {
             Some(moves) => {
                 best = Some(moves);
                 low = middle;
@@ -190,8 +171,7 @@ impl Planner<'_> {
             let mut parts = 0;
             let mut dropped = false;
             let mut gains = false;
-            for ((info, &now), selected) in self.infos.iter().zip(&self.parts_of).zip(&mut selected)
-            {
+            for ((info, &now), selected) in self.infos.iter().zip(&self.parts_of).zip(&mut selected) {
                 if !*selected {
                     parts += u64::from(info.pieces);
                     continue;
@@ -215,12 +195,11 @@ impl Planner<'_> {
         self.parts.clear();
         self.parts_of = vec![0; self.infos.len()];
         self.class.clear();
-        self.class
-            .extend(self.problem.cells.iter().map(|cell| match cell {
-                Cell::Free => OPEN,
-                Cell::Movable => OTHER,
-                Cell::Fixed => CLOSED,
-            }));
+        self.class.extend(self.problem.cells.iter().map(|cell| match cell {
+            Cell::Free => OPEN,
+            Cell::Movable => OTHER,
+            Cell::Fixed => CLOSED,
+        }));
         for (i, &selected) in selected.iter().enumerate() {
             let chain = self.chains.chain(i);
             if selected && !self.infos[i].fixed {
@@ -254,10 +233,7 @@ impl Planner<'_> {
     }
 
     fn open(&self, cell: i64) -> bool {
-        usize::try_from(cell)
-            .ok()
-            .and_then(|c| self.class.get(c))
-            .is_some_and(|&c| c != CLOSED)
+        usize::try_from(cell).ok().and_then(|c| self.class.get(c)).is_some_and(|&c| c != CLOSED)
     }
 
     /// Chains with fixed blocks grow out from these; two fixed blocks that cannot be in one run share what is
@@ -275,19 +251,14 @@ impl Planner<'_> {
             for k in (0..chain.len()).filter(|&k| is_fixed(k)) {
                 let offset = i64::from(chain[k]) - k as i64;
                 match groups.last_mut() {
-                    Some((_, hi, o))
-                        if *o == offset && (*hi + 1..k).all(|m| self.open(offset + m as i64)) =>
-                    {
+                    Some((_, hi, o)) if *o == offset && (*hi + 1..k).all(|m| self.open(offset + m as i64)) => {
                         *hi = k;
                     }
                     _ => groups.push((k, k, offset)),
                 }
             }
-            let float = |from: usize, to: usize| Float {
-                chain: i as u32,
-                from: base + from as u32,
-                len: (to - from) as u32,
-            };
+            let float =
+                |from: usize, to: usize| Float { chain: i as u32, from: base + from as u32, len: (to - from) as u32 };
             // All of the gap or nothing: a part of it would save no run and cost moves.
             let mut ends: Vec<(usize, usize)> = groups.iter().map(|g| (g.0, g.1 + 1)).collect();
             for g in 0..=groups.len() {
@@ -297,16 +268,12 @@ impl Planner<'_> {
                 if from == to {
                     continue;
                 }
-                let reach_right = left.map_or(0, |(_, _, o)| {
-                    (from..to).take_while(|&m| self.open(o + m as i64)).count()
-                });
+                let reach_right =
+                    left.map_or(0, |(_, _, o)| (from..to).take_while(|&m| self.open(o + m as i64)).count());
                 let cut = from + reach_right;
-                let reach_left = groups.get(g).map_or(0, |&(_, _, o)| {
-                    (cut..to)
-                        .rev()
-                        .take_while(|&m| self.open(o + m as i64))
-                        .count()
-                });
+                let reach_left = groups
+                    .get(g)
+                    .map_or(0, |&(_, _, o)| (cut..to).rev().take_while(|&m| self.open(o + m as i64)).count());
                 if cut + reach_left >= to {
                     if let Some(end) = g.checked_sub(1).and_then(|l| ends.get_mut(l)) {
                         end.1 = cut;
@@ -318,9 +285,7 @@ impl Planner<'_> {
                     if let Some((_, _, o)) = left {
                         self.close(o, from, cut);
                     }
-                    let taken = groups
-                        .get(g)
-                        .is_some_and(|&(_, _, o)| !(cut..to).all(|m| self.open(o + m as i64)));
+                    let taken = groups.get(g).is_some_and(|&(_, _, o)| !(cut..to).all(|m| self.open(o + m as i64)));
                     if taken {
                         if let Some(end) = ends.get_mut(g) {
                             end.0 = to;
@@ -334,22 +299,14 @@ impl Planner<'_> {
                 }
             }
             for (&(_, _, offset), (from, to)) in groups.iter().zip(ends) {
-                self.put(
-                    i as u32,
-                    base + from as u32,
-                    (to - from) as u32,
-                    (offset + from as i64) as u32,
-                );
+                self.put(i as u32, base + from as u32, (to - from) as u32, (offset + from as i64) as u32);
             }
         }
     }
 
     fn close(&mut self, offset: i64, from: usize, to: usize) {
         for m in from..to {
-            if let Some(class) = usize::try_from(offset + m as i64)
-                .ok()
-                .and_then(|c| self.class.get_mut(c))
-            {
+            if let Some(class) = usize::try_from(offset + m as i64).ok().and_then(|c| self.class.get_mut(c)) {
                 *class = CLOSED;
             }
         }
@@ -358,19 +315,13 @@ impl Planner<'_> {
     /// Chains whose longest piece is at least `keep_quarters` quarters of them stay with it, most kept blocks first,
     /// unless that would drive out more blocks than it keeps.
     fn anchor_pieces(&mut self, selected: &[bool], keep_quarters: u32, floats: &mut Vec<Float>) {
-        let mut order: Vec<usize> = (0..self.infos.len())
-            .filter(|&i| selected[i] && !self.infos[i].fixed)
-            .collect();
+        let mut order: Vec<usize> = (0..self.infos.len()).filter(|&i| selected[i] && !self.infos[i].fixed).collect();
         order.sort_by_key(|&i| (Reverse(self.infos[i].keep), i));
         for i in order {
             let (from, to) = self.chains.ranges[i];
             let info = &self.infos[i];
             let len = to - from;
-            let float = Float {
-                chain: i as u32,
-                from,
-                len,
-            };
+            let float = Float { chain: i as u32, from, len };
             let stays = u64::from(info.keep) * 4 >= u64::from(len) * u64::from(keep_quarters)
                 && (0..i64::from(len)).all(|k| self.open(info.offset + k));
             if !stays {
@@ -378,10 +329,7 @@ impl Planner<'_> {
                 continue;
             }
             let start = info.offset as usize;
-            let driven_out = self.class[start..start + len as usize]
-                .iter()
-                .filter(|&&c| c == OTHER)
-                .count();
+            let driven_out = self.class[start..start + len as usize].iter().filter(|&&c| c == OTHER).count();
             if driven_out > info.keep as usize {
                 floats.push(float);
             } else {

@@ -40,18 +40,8 @@ impl Join {
 
 /// Repairs breaks after the moves in `start` while that takes at most `budget` moves in all.
 /// O(breaks log breaks + blocks moved log free stretches).
-pub(super) fn join_pieces(
-    problem: &Problem<'_>,
-    edges: &[Edge],
-    start: Moves,
-    budget: usize,
-) -> Moves {
-    let list = start
-        .src
-        .iter()
-        .zip(&start.dst)
-        .map(|(s, d)| (s.0, d.0))
-        .collect();
+pub(super) fn join_pieces(problem: &Problem<'_>, edges: &[Edge], start: Moves, budget: usize) -> Moves {
+    let list = start.src.iter().zip(&start.dst).map(|(s, d)| (s.0, d.0)).collect();
     let mut joiner = Joiner {
         pieces: Pieces::new(problem, edges, list),
         // Offsets of rounds are 32 bits wide.
@@ -89,8 +79,7 @@ impl Joiner<'_> {
             };
             // The pool changed since this was pushed: it has to queue again for what it is worth now.
             if (join.key(), Reverse(join.cost)) < (key, Reverse(cost)) {
-                self.heap
-                    .push((join.key(), Reverse(join.cost), Reverse(edge)));
+                self.heap.push((join.key(), Reverse(join.cost), Reverse(edge)));
                 continue;
             }
             self.apply(edge, &join);
@@ -100,10 +89,7 @@ impl Joiner<'_> {
                 };
                 let out = self.pieces.edges_out(block).take(MAX_AGAIN);
                 let into = self.pieces.edges_into(block).iter().take(MAX_AGAIN);
-                let again: Vec<Entry> = out
-                    .chain(into.copied())
-                    .filter_map(|i| self.entry(i))
-                    .collect();
+                let again: Vec<Entry> = out.chain(into.copied()).filter_map(|i| self.entry(i)).collect();
                 self.heap.extend(again);
             }
         }
@@ -126,11 +112,7 @@ impl Joiner<'_> {
         let mut best: Option<Join> = None;
         let mut consider = |way, gain, cost| {
             let join = Join { way, gain, cost };
-            if cost <= left
-                && best
-                    .as_ref()
-                    .is_none_or(|b| (join.key(), Reverse(cost)) > (b.key(), Reverse(b.cost)))
-            {
+            if cost <= left && best.as_ref().is_none_or(|b| (join.key(), Reverse(cost)) > (b.key(), Reverse(b.cost))) {
                 best = Some(join);
             }
         };
@@ -144,8 +126,7 @@ impl Joiner<'_> {
             {
                 let hi = lo + len_b;
                 // A neighbour that has to go, or goes itself, gives no second join.
-                let beside =
-                    (hi < pieces.len() && hi != b && pieces.head(hi).is_some()).then_some(hi);
+                let beside = (hi < pieces.len() && hi != b && pieces.head(hi).is_some()).then_some(hi);
                 let more = pieces.weight(block(Some(b + len_b - 1)), block(beside));
                 consider(Way::Behind, weight + more, u64::from(len_b) + driven);
             }
@@ -155,9 +136,7 @@ impl Joiner<'_> {
             && let Some(lo) = b.checked_sub(len_a)
             && let Some(driven) = self.driven_out(lo, len_a, false, a)
         {
-            let beside = lo
-                .checked_sub(1)
-                .filter(|&c| c + 1 != a + len_a && pieces.tail(c).is_some());
+            let beside = lo.checked_sub(1).filter(|&c| c + 1 != a + len_a && pieces.tail(c).is_some());
             let more = pieces.weight(block(beside), block(Some(a)));
             consider(Way::Before, weight + more, u64::from(len_a) + driven);
         }
@@ -180,11 +159,7 @@ impl Joiner<'_> {
         let Some(longest) = obstacles.iter().map(|o| o.1).max() else {
             return Some(0);
         };
-        let holes = self
-            .pieces
-            .holes_outside(longest, lo, hi)
-            .take(obstacles.len())
-            .count();
+        let holes = self.pieces.holes_outside(longest, lo, hi).take(obstacles.len()).count();
         (holes == obstacles.len()).then(|| obstacles.iter().map(|o| u64::from(o.1)).sum())
     }
 

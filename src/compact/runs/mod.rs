@@ -34,11 +34,7 @@ const FEW_BREAKS: u64 = 1 << 14;
 ///
 /// O(blocks + blocks listed) for tables that share nothing, plus a sort of the neighbourhoods when they share; the
 /// piece-by-piece planner adds O(pieces log pieces) where it runs.
-pub fn plan_runs(
-    view: &PoolView<'_>,
-    sequences: &[&[BlockId]],
-    max_moves: Option<usize>,
-) -> Result<Plan, PlanError> {
+pub fn plan_runs(view: &PoolView<'_>, sequences: &[&[BlockId]], max_moves: Option<usize>) -> Result<Plan, PlanError> {
     view.check()?;
     let problem = Problem::new(view.cells, sequences)?;
     let mut edges = None;
@@ -92,10 +88,7 @@ struct Candidate {
 impl Candidate {
     /// No move.
     fn nothing(runs: u64) -> Self {
-        Self {
-            moves: Moves::default(),
-            runs,
-        }
+        Self { moves: Moves::default(), runs }
     }
 
     /// Fewer runs, then fewer moves, then fewer rounds.

@@ -128,14 +128,12 @@ impl<'a> Pieces<'a> {
         };
         let out = self.edges_out(a);
         let out = &self.edges[out.start as usize..out.end as usize];
-        out.binary_search_by_key(&b, |e| e.b)
-            .map_or(0, |i| u64::from(out[i].weight))
+        out.binary_search_by_key(&b, |e| e.b).map_or(0, |i| u64::from(out[i].weight))
     }
 
     /// Length of the piece that ends in `cell`, when one does.
     pub(super) fn tail(&self, cell: u32) -> Option<u32> {
-        (self.at[cell as usize] != NONE && !self.joined.get(cell as usize))
-            .then(|| self.span[cell as usize])
+        (self.at[cell as usize] != NONE && !self.joined.get(cell as usize)).then(|| self.span[cell as usize])
     }
 
     /// Length of the piece that starts in `cell`, when one does.
@@ -159,14 +157,7 @@ impl<'a> Pieces<'a> {
 
     /// Pieces other than `own` in `lo..hi`, of which one end touches an end of a piece or free stretch: `up` says
     /// which. `None` when they are more than `limit`, or one of them cannot move.
-    pub(super) fn obstacles(
-        &self,
-        lo: u32,
-        hi: u32,
-        up: bool,
-        own: u32,
-        limit: usize,
-    ) -> Option<Vec<(u32, u32)>> {
+    pub(super) fn obstacles(&self, lo: u32, hi: u32, up: bool, own: u32, limit: usize) -> Option<Vec<(u32, u32)>> {
         let mut found = Vec::new();
         let mut left = hi - lo;
         while left > 0 {
@@ -201,23 +192,15 @@ impl<'a> Pieces<'a> {
 
     /// One place of `len` cells in each free stretch that has it outside `lo..hi`, smallest stretch first. Only the
     /// first 32 stretches are looked at, so that a large target full of holes costs no more.
-    pub(super) fn holes_outside(
-        &self,
-        len: u32,
-        lo: u32,
-        hi: u32,
-    ) -> impl Iterator<Item = (u32, u32)> {
-        self.holes
-            .range((len, 0)..)
-            .take(32)
-            .filter_map(move |&(size, start)| {
-                let end = start + size;
-                if start >= hi || start + len <= lo {
-                    Some((start, start))
-                } else {
-                    (end >= hi && end - hi >= len).then_some((hi, start))
-                }
-            })
+    pub(super) fn holes_outside(&self, len: u32, lo: u32, hi: u32) -> impl Iterator<Item = (u32, u32)> {
+        self.holes.range((len, 0)..).take(32).filter_map(move |&(size, start)| {
+            let end = start + size;
+            if start >= hi || start + len <= lo {
+                Some((start, start))
+            } else {
+                (end >= hi && end - hi >= len).then_some((hi, start))
+            }
+        })
     }
 
     /// Takes the free cells `start..start + len` out of the free stretch that starts at `stretch`.
