@@ -219,7 +219,8 @@ fn slot_mapping_256(iterations: usize) {
 }
 
 fn plan_pages_65536_blocks(iterations: usize) {
-    let mut pool = pool(65_536);
+    let config = Config { num_blocks: 65_536, block_size: BLOCK_SIZE, placement: "queue".into(), ..Config::default() };
+    let mut pool = BlockPool::new(config).unwrap();
     let mut random = Random(2);
     let short = || Admission { ignore_cache: true, ..Admission::default() };
     let handles: Vec<i64> = (0..8_192).map(|_| pool.create(prompt(0, 128), short()).unwrap().raw()).collect();

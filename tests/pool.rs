@@ -13,8 +13,8 @@
 //! or the placement is simple the model predicts that too.
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, clippy::print_stdout, missing_docs)]
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvcatch::compact::{Cell, Objective};
 use kvcatch::error::{Error, Shortage};
@@ -240,7 +240,7 @@ struct Model {
     seqs: BTreeMap<i64, Seq>,
     pins: BTreeMap<i64, Vec<usize>>,
     /// What a pinned block held for those who could find or own it, per pin and block.
-    pinned_content: BTreeMap<i64, Vec<(usize, Vec<u64>)>>,
+    pinned_content: BTreeMap<i64, Vec<(usize, Vec<(usize, u64)>)>>,
     /// Prefix under which a block is findable: salt and all tokens up to its end.
     index: Vec<Option<(usize, Vec<u32>)>>,
     kv: Vec<u64>,
@@ -405,6 +405,18 @@ impl Model {
         for at in from..to {
             self.kv[self.seqs[&raw].table[at / size] * size + at % size] = GARBAGE;
         }
+    }
+
+    /// What a transfer may read of a block: the slots that hold KV for somebody, and what is in them.
+    fn readable(&self, block: usize) -> Vec<(usize, u64)> {
+        let size = self.size();
+        let committed = |seq: &Seq| {
+            let k = seq.table.iter().position(|&b| b == block)?;
+            Some(seq.committed.saturating_sub(k * size).min(size))
+        };
+        let most = self.seqs.values().filter_map(committed).max().unwrap_or(0);
+        let slots = if self.index[block].is_some() { size } else { most };
+        (block * size..block * size + slots).map(|slot| (slot, self.kv[slot])).collect()
     }
 
     fn copy(&mut self, pairs: &[(usize, usize)]) {
@@ -613,7 +625,7 @@ impl Machine {
         let evictable = found.iter().filter(|&&b| states[b] == State::Cached).count();
         let reserve = admission.reserve_tokens;
         let whole = model.blocks_for(len + reserve);
-        let promised = if reserve > 0 { whole - model.blocks_for(num_tokens) } else { 0 };
+        let promised = if reserve > 0 { whole.saturating_sub(model.blocks_for(num_tokens)) } else { 0 };
         let required = fresh + promised + evictable;
         let mut start = None;
         let predicted = if len == 0 {
@@ -688,11 +700,17 @@ impl Machine {
             let n = blocks + usize::from(copy);
             let seq = &self.model.seqs[raw];
             let after = seq.table.last().copied().filter(|_| !copy);
-            if let (Some(after), true) = (after, n > 0) {
-                (after + 1..=after + seq.reserved).for_each(|b| drop(kept.remove(&b)));
+            if n == 0 {
+                starts.push(0);
+                continue;
             }
-            let start = if n == 0 { 0 } else { self.model.best_run(n, after, &kept)? };
-            kept.extend(start..start + n);
+            if let Some(last) = seq.table.last() {
+                (last + 1..=last + seq.reserved).for_each(|b| drop(kept.remove(&b)));
+            }
+            // What is still promised stays promised, behind the new last block; a copy needs a place for both.
+            let promised = seq.reserved - seq.reserved.min(blocks);
+            let start = self.model.best_run(n + if copy { promised } else { 0 }, after, &kept)?;
+            kept.extend(start..start + n + promised);
             starts.push(start);
         }
         Some(starts)
@@ -705,9 +723,10 @@ impl Machine {
             Err(_) => Ok(()),
             Ok(needs) => {
                 let fresh: Vec<usize> = needs.iter().map(|&(blocks, copy)| blocks + usize::from(copy)).collect();
-                let promised = |(raw, &n): (&i64, &usize)| self.model.seqs[raw].reserved.min(n);
+                // A copy is nobody's growth: a promise is for new tokens.
+                let promised = |(raw, need): (&i64, &(usize, bool))| self.model.seqs[raw].reserved.min(need.0);
                 let (required, own) =
-                    (fresh.iter().sum::<usize>(), raws.iter().zip(&fresh).map(promised).sum::<usize>());
+                    (fresh.iter().sum::<usize>(), raws.iter().zip(needs).map(promised).sum::<usize>());
                 if required - own > self.model.available() {
                     Err(Refusal::OutOfBlocks(self.model.shortage(required - own)))
                 } else if self.model.setup.contiguous {
@@ -739,7 +758,7 @@ impl Machine {
                 assert!(new.iter().copied().eq(starts[i]..starts[i] + fresh), "not the best run: {new:?}");
             }
             let last = seq.table.last().copied();
-            seq.reserved -= seq.reserved.min(fresh);
+            seq.reserved -= seq.reserved.min(blocks);
             seq.table = table;
             if fresh > 0 || (partial && seq.unsure) {
                 seq.unsure = false;
@@ -862,7 +881,12 @@ impl Machine {
     }
 
     fn fork(&mut self, raw: i64) -> Outcome {
-        let predicted = self.model.seqs.get(&raw).map(|_| ()).ok_or(Refusal::Stale(raw));
+        let predicted = match self.model.seqs.get(&raw) {
+            None => Err(Refusal::Stale(raw)),
+            // Both would write what is not known yet into the same slots.
+            Some(seq) if seq.num_tokens > seq.tokens.len() => Err(Refusal::Invalid("sequence")),
+            Some(_) => Ok(()),
+        };
         let forked = self.pool.fork(raw, None, None);
         let child = self.agree(predicted, forked)?.raw();
         assert!(!self.ever.contains(&child), "handle {child} is not new");
@@ -890,6 +914,10 @@ impl Machine {
             seq.committed = seq.committed.min(num_tokens);
             seq.tokens.truncate(num_tokens);
             seq.unsure = true;
+            if self.model.setup.contiguous {
+                // The promise was for the run behind a block that is another one now.
+                seq.reserved = 0;
+            }
             let dropped = seq.table.split_off(blocks);
             self.model.let_go(&dropped);
         }
@@ -956,9 +984,7 @@ impl Machine {
         let pinned = self.pool.pin(blocks.iter().map(|&b| BlockId(b as u32)).collect(), None, None);
         let raw = self.agree(predicted, pinned)?.raw();
         assert!(!self.ever_pins.contains(&raw), "pin {raw} is not new");
-        // What a transfer may read of each: the slots that hold KV for somebody.
-        let size = self.model.size();
-        let content = blocks.iter().map(|&b| (b, self.model.kv[b * size..(b + 1) * size].to_vec())).collect();
+        let content = blocks.iter().map(|&b| (b, self.model.readable(b))).collect();
         self.model.pinned_content.insert(raw, content);
         self.model.pins.insert(raw, blocks.to_vec());
         self.ever_pins.push(raw);
@@ -1217,9 +1243,7 @@ impl Machine {
         for (raw, blocks) in &model.pins {
             assert_eq!(&ids(&pool.pins().get(*raw).unwrap().blocks), blocks, "blocks of pin {raw}");
             for (b, content) in &model.pinned_content[raw] {
-                let now = &model.kv[b * size..(b + 1) * size];
-                // Slots that held nothing may be filled, those that held KV may not change.
-                let kept = content.iter().zip(now).all(|(before, now)| *before == GARBAGE || before == now);
+                let kept = content.iter().all(|&(slot, kv)| model.kv[slot] == kv);
                 assert!(kept, "pinned block {b} changed under its reader");
             }
         }
@@ -1255,7 +1279,22 @@ impl Machine {
     }
 }
 
-fn against_the_model(placement: &str, setup: &Setup, ops: &[Op], steps: &AtomicUsize) {
+/// How often each operation ended how.
+type Tally = RefCell<BTreeMap<(String, &'static str), usize>>;
+
+fn count(tally: &Tally, op: &Op, done: &Outcome) {
+    let name = format!("{op:?}").split([' ', '{']).next().unwrap_or_default().to_owned();
+    let end = match done {
+        Ok(()) => "ok",
+        Err(Refusal::OutOfBlocks(_)) => "out of blocks",
+        Err(Refusal::Invalid(_)) => "invalid",
+        Err(Refusal::Stale(_)) => "stale handle",
+        Err(Refusal::StalePlan) => "stale plan",
+    };
+    *tally.borrow_mut().entry((name, end)).or_default() += 1;
+}
+
+fn against_the_model(placement: &str, setup: &Setup, ops: &[Op], tally: &Tally) {
     let mut machine = Machine::new(setup, placement);
     let mut before = machine.dump();
     for op in ops {
@@ -1269,7 +1308,7 @@ fn against_the_model(placement: &str, setup: &Setup, ops: &[Op], steps: &AtomicU
             machine.plans.iter_mut().for_each(|plan| plan.fresh = false);
         }
         before = after;
-        steps.fetch_add(1, Ordering::Relaxed);
+        count(tally, op, &done);
     }
     machine.finish();
 }
@@ -1277,11 +1316,12 @@ fn against_the_model(placement: &str, setup: &Setup, ops: &[Op], steps: &AtomicU
 /// `PROPTEST_CASES` cases of 150 operations on average, for one placement under all evictions and contiguities.
 fn random_steps(placement: &str) {
     let cases = std::env::var("PROPTEST_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(220);
-    let config = ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() };
-    let steps = AtomicUsize::new(0);
+    let config =
+        ProptestConfig { cases, failure_persistence: None, max_shrink_iters: 20_000, ..ProptestConfig::default() };
+    let tally = Tally::default();
     let mut runner = TestRunner::new(config);
     let run = runner.run(&(setup(), prop::collection::vec(op(), 1..=300)), |(setup, ops)| {
-        against_the_model(placement, &setup, &ops, &steps);
+        against_the_model(placement, &setup, &ops, &tally);
         Ok(())
     });
     match run {
@@ -1292,9 +1332,17 @@ fn random_steps(placement: &str) {
             panic!("{placement}: {reason}\n{setup:?}\n{ops}");
         }
     }
-    let steps = steps.into_inner();
-    println!("{placement}: {steps} steps");
-    assert!(cases < 100 || steps >= cases as usize * 120, "{steps} steps in {cases} cases");
+    let tally = tally.into_inner();
+    let steps: usize = tally.values().sum();
+    println!("{placement}: {steps} steps {tally:#?}");
+    if cases >= 100 {
+        assert!(steps >= cases as usize * 120, "{steps} steps in {cases} cases");
+        // Each kind of call was served, and each was refused for every reason there is.
+        let ends: BTreeSet<&'static str> = tally.keys().map(|(_, end)| *end).collect();
+        assert_eq!(ends.len(), 5, "{ends:?}");
+        let served = tally.keys().filter(|(_, end)| *end == "ok").count();
+        assert_eq!(served, 19, "operations that were never served: {tally:?}");
+    }
 }
 
 #[test]

@@ -100,6 +100,18 @@ fn a_returning_sequence_is_recognised_by_its_probe_and_kept_from_then_on() {
 }
 
 #[test]
+fn sequences_that_all_return_soon_are_kept_whole_in_the_end() {
+    let mut cache = warm(Slru::new(POOL as usize));
+    let mut hits = Vec::new();
+    for name in 1000..1400 {
+        cache.run(name, LEN);
+        hits.push(cache.run(name - 5, LEN)); // each comes back once, half a pool later
+    }
+    assert_eq!(hits[10..15], [16; 5], "at first a probe is what is left");
+    assert_eq!(hits[390..], [LEN; 10], "then the control has seen that keeping them pays");
+}
+
+#[test]
 fn what_a_hit_leaves_behind_goes_before_what_was_never_hit() {
     let mut policy = Slru::new(100);
     let ids: Vec<BlockId> = (0..100).map(BlockId).collect();

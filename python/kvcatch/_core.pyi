@@ -6,9 +6,23 @@ from typing import Any, Literal, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-Tokens: TypeAlias = "npt.NDArray[np.integer[Any]] | _Seq[int] | Prefix"
-Batch: TypeAlias = "Sequence | npt.NDArray[np.int64] | _Seq[Sequence | int]"
-Salt: TypeAlias = "str | bytes | int | None"
+_Tokens: TypeAlias = "npt.NDArray[np.integer[Any]] | _Seq[int] | Prefix"
+_Batch: TypeAlias = "Sequence | npt.NDArray[np.int64] | _Seq[Sequence | int]"
+_Salt: TypeAlias = "str | bytes | int | None"
+
+__all__ = [
+    "BlockPool",
+    "CompactionPlan",
+    "FreeBlocks",
+    "MissReport",
+    "Pin",
+    "Prefix",
+    "Sequence",
+    "__version__",
+    "build_profile",
+    "evictions",
+    "placements",
+]
 
 __version__: str
 build_profile: str
@@ -34,7 +48,7 @@ class Prefix:
     """A prompt with its chained block hashes, computed once and usable with pools of the same block size and hash."""
 
     def __new__(
-        cls, tokens: Tokens, block_size: int = 16, *, salt: Salt = None, hash: Literal["xxh3", "blake3"] = "xxh3"
+        cls, tokens: _Tokens, block_size: int = 16, *, salt: _Salt = None, hash: Literal["xxh3", "blake3"] = "xxh3"
     ) -> Prefix: ...
     @property
     def num_tokens(self) -> int: ...
@@ -95,8 +109,8 @@ class CompactionPlan:
     @property
     def runs_after(self) -> int: ...
     @property
-    def runs_bound(self) -> int:
-        """No arrangement has fewer runs than this."""
+    def runs_bound(self) -> int | None:
+        """No arrangement has fewer runs than this; None for the other objectives."""
     @property
     def empty_pages_before(self) -> int: ...
     @property
@@ -153,7 +167,7 @@ class FreeBlocks:
     def is_clean(self, block: int) -> bool: ...
     def is_cached(self, block: int) -> bool: ...
     def __len__(self) -> int: ...
-    def __contains__(self, block: int) -> bool: ...
+    def __contains__(self, block: int, /) -> bool: ...
     def __iter__(self) -> Iterator[int]:
         """Ids in hand-out order as things stand: clean blocks, then cached ones, next victim first."""
     def validate(self) -> None: ...
@@ -211,11 +225,11 @@ class BlockPool:
     # sequences
     def create(
         self,
-        tokens: Tokens,
+        tokens: _Tokens,
         *,
         owner: str | None = None,
         tags: Mapping[str, str] | None = None,
-        salt: Salt = None,
+        salt: _Salt = None,
         num_tokens: int | None = None,
         reserve_tokens: int = 0,
         use_cache: bool = True,
@@ -228,14 +242,14 @@ class BlockPool:
         ``reserve_tokens`` promises room for that many tokens beyond the prompt. ``commit`` makes the full blocks
         findable at once (as vLLM does) instead of after ``commit()``.
         """
-    def append(self, seqs: Batch, n_tokens: int | npt.NDArray[np.integer[Any]] | _Seq[int] = 1) -> list[tuple[int, int]]:
+    def append(self, seqs: _Batch, n_tokens: int | npt.NDArray[np.integer[Any]] | _Seq[int] = 1) -> list[tuple[int, int]]:
         """Make room for ``n_tokens`` more tokens in each sequence (all or nothing for the batch).
 
         Returns the copy-on-write pairs (source block, destination block) to copy before anything is written.
         """
     def commit(
         self,
-        seqs: Batch,
+        seqs: _Batch,
         tokens: npt.NDArray[np.integer[Any]] | _Seq[int] | None = None,
         counts: int | npt.NDArray[np.integer[Any]] | _Seq[int] | None = None,
         *,
@@ -251,12 +265,12 @@ class BlockPool:
     def truncate(self, seq: Sequence | int, num_tokens: int) -> None: ...
     def reserve(self, seq: Sequence | int, num_tokens: int) -> None:
         """Promise room for ``num_tokens`` tokens beyond those appended (replaces an earlier promise; 0 ends it)."""
-    def free(self, seqs: Batch) -> None: ...
-    def block_tables(self, seqs: Batch, out: npt.NDArray[np.int32], *, pad: int = -1) -> None:
+    def free(self, seqs: _Batch) -> None: ...
+    def block_tables(self, seqs: _Batch, out: npt.NDArray[np.int32], *, pad: int = -1) -> None:
         """Write one row of block ids per sequence into ``out`` (int32, [n, width], C-contiguous), padded with ``pad``."""
     def slot_mapping(
         self,
-        seqs: Batch,
+        seqs: _Batch,
         counts: int | npt.NDArray[np.integer[Any]] | _Seq[int] | None = None,
         *,
         starts: npt.NDArray[np.integer[Any]] | _Seq[int] | None = None,
@@ -269,16 +283,16 @@ class BlockPool:
     def block_ids(self, seq: Sequence | int) -> npt.NDArray[np.int32]: ...
     def num_tokens(self, seq: Sequence | int) -> int: ...
     def num_committed(self, seq: Sequence | int) -> int: ...
-    def num_runs(self, seqs: Batch) -> int: ...
+    def num_runs(self, seqs: _Batch) -> int: ...
     def describe(self, seq: Sequence | int) -> dict[str, Any]: ...
     def sequences(self) -> list[Sequence]: ...
     # prefix cache
-    def prefix(self, tokens: Tokens, *, salt: Salt = None) -> Prefix: ...
-    def lookup(self, tokens: Tokens, *, salt: Salt = None) -> int:
+    def prefix(self, tokens: _Tokens, *, salt: _Salt = None) -> Prefix: ...
+    def lookup(self, tokens: _Tokens, *, salt: _Salt = None) -> int:
         """Hit tokens of this prompt now (all full blocks counted); takes nothing."""
     def lookup_many(self, prefixes: _Seq[Prefix]) -> npt.NDArray[np.int64]: ...
-    def explain_miss(self, tokens: Tokens, *, salt: Salt = None) -> MissReport: ...
-    def retain(self, tokens: Tokens, *, priority: int = 1, ttl: float | None = None, salt: Salt = None) -> int:
+    def explain_miss(self, tokens: _Tokens, *, salt: _Salt = None) -> MissReport: ...
+    def retain(self, tokens: _Tokens, *, priority: int = 1, ttl: float | None = None, salt: _Salt = None) -> int:
         """Keep the cached blocks of this prefix longer: higher priority (0..100) is evicted later, for ``ttl`` seconds.
 
         Returns how many blocks it applies to. Blocks being used count too. Priority 0 ends a retention.
@@ -304,7 +318,7 @@ class BlockPool:
         *,
         n: int | None = None,
         max_moves: int | None = None,
-        seqs: Batch | None = None,
+        seqs: _Batch | None = None,
         bytes_per_block: int | None = None,
         bandwidth: float | None = None,
     ) -> CompactionPlan: ...

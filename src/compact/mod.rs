@@ -186,7 +186,6 @@ impl Plan {
             return Err("round offsets are not ascending".to_owned());
         }
         let mut now = cells.to_vec();
-        let mut move_no = 0;
         for (round, (src, dst)) in self.launches().enumerate() {
             for (s, d) in src.iter().zip(dst) {
                 let bad = |what: &str| Err(format!("round {round}, move {} -> {}: {what}", s.0, d.0));
@@ -200,7 +199,6 @@ impl Plan {
                     Some(_) => return bad("the destination is not free when the round starts"),
                     None => return bad("the destination is outside the pool"),
                 }
-                move_no += 1;
             }
             // Two passes: nothing vacated in this round may be written in it.
             for (s, d) in src.iter().zip(dst) {
@@ -216,7 +214,6 @@ impl Plan {
                 now[d.0 as usize] = Cell::Movable;
             }
         }
-        debug_assert_eq!(move_no, self.src.len());
         Ok(())
     }
 
@@ -280,12 +277,13 @@ impl Moves {
 
 /// Final place of every block after `src -> dst` moves in order; moves outside the pool count as none.
 fn remap(num_blocks: usize, src: &[BlockId], dst: &[BlockId]) -> Vec<BlockId> {
-    let mut to: Vec<BlockId> = (0..num_blocks as u32).map(BlockId).collect();
+    let num_blocks = u32::try_from(num_blocks).unwrap_or(u32::MAX);
+    let mut to: Vec<BlockId> = (0..num_blocks).map(BlockId).collect();
     // Backwards: `to[c]` is where the content of `c` ends up that is there before the moves done so far.
     for (s, d) in src.iter().zip(dst).rev() {
         let (s, d) = (s.0 as usize, d.0 as usize);
         if let Some(&end) = to.get(d)
-            && s < num_blocks
+            && s < to.len()
         {
             to[d] = BlockId(d as u32);
             to[s] = end;

@@ -10,18 +10,27 @@
 //! * **Scraps for growth, large runs for prompts.** A sequence that cannot grow in place moves to a small fragment
 //!   that is big enough, so that the growth of many does not cut up the long runs that prompts need.
 
+use super::runs::Run;
 use super::{BitSet, Hint, Placement, RunIndex, for_each_stretch};
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
 
-/// Room behind a new sequence: between these bounds, in blocks.
-const PROMPT_GAP: (usize, usize) = (6, 32);
+/// Room behind a new sequence, in blocks: a share (1/n) of what is left per growing sequence, between these bounds.
+const PROMPT_ROOM: Room = Room { share: 12, least: 8, most: 32 };
 /// Room behind a sequence that moved on to a new fragment.
-const GROWTH_GAP: (usize, usize) = (4, 8);
+const GROWTH_ROOM: Room = Room { share: 4, least: 4, most: 12 };
+/// How many fragments, ever larger, growth looks at for one that is in no other sequence's way.
+const FRAGMENTS_TRIED: usize = 6;
 /// Slack: all that is left while that is at most 1/`CROWDED` of the pool, else at most 1/`SLACK_SHARE` of it. Where
 /// little is left nearly all of it goes soon, and its order matters less than its shape.
-const CROWDED: usize = 8;
+const CROWDED: usize = 6;
 const SLACK_SHARE: usize = 40;
+
+struct Room {
+    share: usize,
+    least: usize,
+    most: usize,
+}
 
 /// Run-preferring placement.
 #[derive(Debug)]
@@ -52,9 +61,9 @@ impl Bitmap {
         }
     }
 
-    /// Share of what is left that one growing sequence may keep to itself.
-    fn room(&self, hint: Hint, share: usize, (low, high): (usize, usize)) -> usize {
-        (hint.left / (self.tails.len() + 1) / share).clamp(low, high)
+    /// Blocks one sequence may keep to itself: its share of what is left.
+    fn room(&self, hint: Hint, room: &Room) -> usize {
+        (hint.left / (self.tails.len() + 1) / room.share).clamp(room.least, room.most)
     }
 
     /// Gives the room behind `owner` back to everybody.
@@ -106,10 +115,25 @@ impl Bitmap {
         self.start_gap(owner, near as usize);
     }
 
+    /// The smallest fragment of at least `least` blocks, if possible one that no sequence would grow into.
+    fn fragment(&self, least: u32) -> Option<Run> {
+        let mut want = least;
+        for _ in 0..FRAGMENTS_TRIED {
+            let run = self.runs.best_fit(want)?;
+            let before = run.start.checked_sub(1);
+            if before.is_none_or(|id| !self.tails.contains(id) && self.gap_owner(id).is_none()) {
+                return Some(run);
+            }
+            want = run.len + 1;
+        }
+        None
+    }
+
     /// One block for a sequence that cannot grow in place.
     fn take_for_growth(&mut self, room: usize, out: &mut Vec<BlockId>) {
         let least = (room / 2).max(1) as u32;
-        if let Some(run) = self.runs.best_fit(least).or_else(|| self.runs.largest()) {
+        let fragment = self.fragment(least).or_else(|| self.runs.best_fit(least)).or_else(|| self.runs.largest());
+        if let Some(run) = fragment {
             self.grab(run.start, 1, out);
             return;
         }
@@ -137,7 +161,7 @@ impl Bitmap {
             }
             // A long gap may be worth more than what is left of the unreserved runs.
             let widest = self.gap_runs().map(|(_, _, whole)| whole).max().unwrap_or(0).min(need);
-            if u64::from(largest.len) * 2 >= u64::from(widest) {
+            if u64::from(largest.len) * 4 >= u64::from(widest) * 3 {
                 self.grab(largest.start, largest.len, out);
                 need -= largest.len;
             } else {
@@ -230,7 +254,7 @@ impl Placement for Bitmap {
             need -= self.take_behind(after, need, out);
         }
         let growing = n == 1 && hint.after.is_some();
-        let room = self.room(hint, 4, if growing { GROWTH_GAP } else { PROMPT_GAP });
+        let room = self.room(hint, if growing { &GROWTH_ROOM } else { &PROMPT_ROOM });
         if need > 0 {
             if growing {
                 self.take_for_growth(room, out);

@@ -102,17 +102,17 @@ impl BlockPool {
             for id in self.promised_run(last, sequence.reserved) {
                 kept.remove(id);
             }
-            let after = if need.copy { None } else { last };
-            // A copy starts a new run, with what is still promised behind it.
-            let promised = if need.copy { sequence.reserved - sequence.reserved.min(need.blocks) } else { 0 };
-            let Some(start) = self.free.find_run(fresh + promised, after, &kept) else {
+            // What is still promised stays promised, behind the new last block; a copy starts a new run with room for it.
+            let promised = sequence.reserved - sequence.reserved.min(need.blocks);
+            let (after, wanted) = if need.copy { (None, fresh + promised) } else { (last, fresh) };
+            let Some(start) = self.free.find_run(wanted, after, &kept) else {
                 let what = match after {
                     Some(after) => format!("growth by {fresh} blocks right behind block {after}"),
-                    None => format!("one run of {} blocks", fresh + promised),
+                    None => format!("one run of {wanted} blocks"),
                 };
                 return Err(self.refuse(what, required));
             };
-            for id in start.0..start.0 + (fresh + promised) as u32 {
+            for id in start.0..(start.index() + fresh + promised).min(self.config.num_blocks) as u32 {
                 kept.insert(id);
             }
             need.run = Some(start);

@@ -139,6 +139,9 @@ impl Planner<'_> {
     /// and at last (if `all`) even whole chains may be moved.
     fn best_layout(&mut self, chosen: &[usize], all: bool) -> Option<Vec<u32>> {
         let mut best: Option<(u64, Vec<u32>)> = None;
+        // One part per chosen chain, and the others as they are.
+        let pieces = |i: usize| u64::from(self.infos[i].pieces);
+        let least = (0..self.infos.len()).map(pieces).sum::<u64>() - chosen.iter().map(|&i| pieces(i) - 1).sum::<u64>();
         for (keep_quarters, whole_too) in [(1, false), (3, false), (5, false), (5, true)] {
             if whole_too && !all {
                 break;
@@ -146,10 +149,10 @@ impl Planner<'_> {
             let Some(parts) = self.lay_out(chosen, keep_quarters, whole_too) else {
                 continue;
             };
-            if best.as_ref().is_none_or(|(least, _)| parts < *least) {
+            if best.as_ref().is_none_or(|(fewest, _)| parts < *fewest) {
                 best = Some((parts, self.want()));
             }
-            if parts <= self.infos.len() as u64 {
+            if parts <= least {
                 break;
             }
         }

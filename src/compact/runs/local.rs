@@ -12,6 +12,9 @@ use super::route::schedule;
 
 /// Most pieces driven out for one join.
 const MAX_OBSTACLES: usize = 4;
+/// Times one break is tried before it is left alone. A try that drives blocks out and still cannot join queues again
+/// when something beside it changes, and two such breaks must not take turns for ever.
+const MAX_APPLIED: u8 = 4;
 /// Neighbourhoods of one block looked at again when something beside it changed.
 const MAX_AGAIN: usize = 8;
 
@@ -47,6 +50,7 @@ pub(super) fn join_pieces(problem: &Problem<'_>, edges: &[Edge], start: Moves, b
         // Offsets of rounds are 32 bits wide.
         budget: budget.min(u32::MAX as usize),
         heap: BinaryHeap::new(),
+        applied: vec![0; edges.len()],
     };
     let queued = (0..edges.len() as u32).filter_map(|i| joiner.entry(i));
     joiner.heap = queued.collect::<Vec<_>>().into();
@@ -61,6 +65,7 @@ struct Joiner<'a> {
     pieces: Pieces<'a>,
     budget: usize,
     heap: BinaryHeap<Entry>,
+    applied: Vec<u8>,
 }
 
 impl Joiner<'_> {
@@ -82,6 +87,11 @@ impl Joiner<'_> {
                 self.heap.push((join.key(), Reverse(join.cost), Reverse(edge)));
                 continue;
             }
+            let applied = &mut self.applied[edge as usize];
+            if *applied == MAX_APPLIED {
+                continue;
+            }
+            *applied += 1;
             self.apply(edge, &join);
             while let Some(cell) = self.pieces.touched.pop() {
                 let Some(block) = self.pieces.block_at(cell) else {
@@ -191,10 +201,10 @@ impl Joiner<'_> {
                 self.pieces.shift(start, size, hole, Target::Hole(stretch));
             }
         }
-        if self.pieces.head(from) == Some(len) && self.pieces.is_free(to, to + len, from, len) {
-            self.pieces.shift(from, len, to, target);
-        } else {
+        if self.pieces.head(from) != Some(len) {
             self.heap.extend(self.entry(edge));
+        } else if self.pieces.is_free(to, to + len, from, len) {
+            self.pieces.shift(from, len, to, target);
         }
     }
 }

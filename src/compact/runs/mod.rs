@@ -32,8 +32,9 @@ const FEW_BREAKS: u64 = 1 << 14;
 /// but the heaviest break; fixed blocks cannot be joined or jumped; and a move repairs at most the breaks on both
 /// sides of the block moved.
 ///
-/// O(blocks + blocks listed) for tables that share nothing, plus a sort of the neighbourhoods when they share; the
-/// piece-by-piece planner adds O(pieces log pieces) where it runs.
+/// O(blocks + blocks listed) for tables that share nothing, when every chain fits in one stretch of blocks that are
+/// free or move anyway. Sharing and `max_moves` add a sort of all neighbourhoods, other blocks in the way up to 64
+/// scans of the pool, joining pieces O(pieces log pieces), `max_moves` a bisection over the chains.
 pub fn plan_runs(view: &PoolView<'_>, sequences: &[&[BlockId]], max_moves: Option<usize>) -> Result<Plan, PlanError> {
     view.check()?;
     let problem = Problem::new(view.cells, sequences)?;
@@ -57,10 +58,14 @@ pub fn plan_runs(view: &PoolView<'_>, sequences: &[&[BlockId]], max_moves: Optio
                 let moves = local::join_pieces(&problem, &edges, start, budget);
                 judge(&problem, moves).filter(|(_, worse)| worse.is_empty())
             };
-            if let Some((found, _)) = join(Moves::default()) {
+            // Joining pieces of a large pool takes long: not from the start where whole chains nearly got there, and
+            // after those only where they did better.
+            let near = (relocated.runs - bound) * 8 <= before - bound;
+            if (few || !near)
+                && let Some((found, _)) = join(Moves::default())
+            {
                 best.keep_better(found);
             }
-            // What is left of the budget after whole chains were moved; on large pools only where that did better.
             if relocated.runs > bound
                 && !relocated.moves.src.is_empty()
                 && relocated.moves.src.len() < budget

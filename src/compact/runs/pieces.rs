@@ -234,6 +234,13 @@ impl<'a> Pieces<'a> {
         self.touched.extend([lo.wrapping_sub(1), hi]);
     }
 
+    fn write(&mut self, to: u32, blocks: &[u32]) {
+        for (cell, &block) in (to..).zip(blocks) {
+            self.at[cell as usize] = block;
+            self.pos[block as usize] = cell;
+        }
+    }
+
     /// Moves the piece at `from` to `to`, whose cells are free or its own, and merges it with its new neighbours.
     pub(super) fn shift(&mut self, from: u32, len: u32, to: u32, target: Target) {
         let blocks: Vec<u32> = self.at[from as usize..(from + len) as usize].to_vec();
@@ -244,8 +251,9 @@ impl<'a> Pieces<'a> {
             self.list.extend((0..len).rev().map(|i| (from + i, to + i)));
         }
         if let Target::Hole(stretch) = target {
-            // Before the release: that may merge the hole with the cells left behind.
+            // Taken and written before the release: that must not merge it with the cells left behind.
             self.claim(to, len, stretch);
+            self.write(to, &blocks);
             self.release(from, len);
         } else {
             self.release(from, len);
@@ -255,16 +263,13 @@ impl<'a> Pieces<'a> {
                 _ => to,
             };
             self.claim(to, len, stretch);
+            self.write(to, &blocks);
         }
         for i in from..from + len - 1 {
             self.joined.clear(i as usize);
         }
         for i in to..to + len - 1 {
             self.joined.set(i as usize);
-        }
-        for (cell, block) in (to..).zip(blocks) {
-            self.at[cell as usize] = block;
-            self.pos[block as usize] = cell;
         }
         let (mut lo, mut hi) = (to, to + len);
         if let Some(before) = lo.checked_sub(1)
