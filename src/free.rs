@@ -145,8 +145,24 @@ impl FreeBlocks {
         self.longest(|place| place == Place::Clean)
     }
 
+    /// Longest stretch of blocks whose place counts, 64 at a time where all or none do.
     fn longest(&self, counts: impl Fn(Place) -> bool) -> usize {
-        placement::longest_stretch(|id| counts(self.place[id as usize]), self.place.len() as u32)
+        let (mut best, mut run) = (0, 0);
+        for chunk in self.place.chunks(64) {
+            let many = chunk.iter().fold(0u8, |many, &place| many + u8::from(counts(place)));
+            if usize::from(many) == chunk.len() {
+                run += chunk.len();
+            } else if many == 0 {
+                best = best.max(run);
+                run = 0;
+            } else {
+                for &place in chunk {
+                    run = if counts(place) { run + 1 } else { 0 };
+                    best = best.max(run);
+                }
+            }
+        }
+        best.max(run)
     }
 
     /// The numbers of a refusal.
@@ -254,19 +270,22 @@ impl FreeBlocks {
         let at = out.len();
         let hint = Hint { after: request.after, left: self.len() - n };
         self.choose(n, hint, out);
+        let (mut clean, mut lost) = (0, evicted.len());
         for &id in &out[at..] {
             match std::mem::replace(&mut self.place[id.index()], Place::Out) {
-                Place::Clean => self.clean -= 1,
-                Place::Candidate => {
-                    self.candidates -= 1;
-                    self.evictions += 1;
-                    self.eviction.forget(id);
-                    evicted.push(id);
-                }
+                Place::Clean => clean += 1,
+                Place::Candidate => evicted.push(id),
                 Place::Cached | Place::Out => {
                     return Err(Error::corrupt(format!("block {id} was handed out twice")));
                 }
             }
+        }
+        self.clean -= clean;
+        if evicted.len() > lost {
+            self.eviction.forget_all(&evicted[lost..]);
+            lost = evicted.len() - lost;
+            self.candidates -= lost;
+            self.evictions += lost as u64;
         }
         Ok(())
     }
@@ -370,9 +389,7 @@ impl FreeBlocks {
     /// [`Error::DoubleFree`] when one is not handed out; nothing is changed then.
     pub fn give_clean(&mut self, ids: &[BlockId]) -> Result<()> {
         self.leave_out(ids, Place::Clean)?;
-        for &id in ids {
-            self.eviction.forget(id);
-        }
+        self.eviction.forget_all(ids);
         self.placement.insert(ids);
         self.clean += ids.len();
         Ok(())

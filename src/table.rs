@@ -122,12 +122,14 @@ impl<T> Slab<T> {
     /// [`Error::StaleHandle`] when it is not live.
     #[inline]
     pub fn get_mut(&mut self, raw: i64) -> Result<&mut T> {
-        let stale = self.stale(raw);
-        let handle = Handle::from_raw(raw).ok_or_else(|| stale.clone())?;
-        match self.slots.get_mut(handle.slot()) {
-            Some(Slot { generation, content: Some(content) }) if handle.is_of_generation(*generation) => Ok(content),
-            _ => Err(stale),
+        let kind = self.kind;
+        if let Some(handle) = Handle::from_raw(raw)
+            && let Some(Slot { generation, content: Some(content) }) = self.slots.get_mut(handle.slot())
+            && handle.is_of_generation(*generation)
+        {
+            return Ok(content);
         }
+        Err(Error::StaleHandle { kind, handle: raw })
     }
 
     /// Takes a thing out; its handle is stale from now on.

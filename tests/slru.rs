@@ -105,7 +105,7 @@ fn sequences_that_all_return_soon_are_kept_whole_in_the_end() {
     let mut hits = Vec::new();
     for name in 1000..1400 {
         cache.run(name, LEN);
-        hits.push(cache.run(name - 5, LEN)); // each comes back once, half a pool later
+        hits.push(cache.run(name - 3, LEN)); // each comes back once, half a pool later
     }
     assert_eq!(hits[10..15], [16; 5], "at first a probe is what is left");
     assert_eq!(hits[390..], [LEN; 10], "then the control has seen that keeping them pays");

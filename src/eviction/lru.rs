@@ -42,6 +42,8 @@ impl Eviction for Lru {
         self.links.remove(id.0);
     }
 
+    fn forget_all(&mut self, _ids: &[BlockId]) {}
+
     fn remap(&mut self, from: BlockId, to: BlockId) {
         if self.links.contains(from.0) {
             self.links.replace(from.0, to.0);

@@ -52,6 +52,13 @@ pub trait Eviction: Send + std::fmt::Debug {
     /// The block's content is gone: what was learned about it is void.
     fn forget(&mut self, _id: BlockId) {}
 
+    /// [`Eviction::forget`] for many.
+    fn forget_all(&mut self, ids: &[BlockId]) {
+        for &id in ids {
+            self.forget(id);
+        }
+    }
+
     /// The content of `from` lies in `to` now; `from` keeps nothing.
     fn remap(&mut self, from: BlockId, to: BlockId);
 

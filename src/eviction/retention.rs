@@ -160,6 +160,15 @@ impl Eviction for Retention {
         self.inner.forget(id);
     }
 
+    fn forget_all(&mut self, ids: &[BlockId]) {
+        if self.in_use {
+            for id in ids {
+                self.kept[id.index()] = Kept::default();
+            }
+        }
+        self.inner.forget_all(ids);
+    }
+
     fn remap(&mut self, from: BlockId, to: BlockId) {
         if self.in_use {
             let kept = std::mem::take(&mut self.kept[from.index()]);

@@ -149,24 +149,34 @@ impl Bitmap {
 
     /// `need` blocks in as few runs as the free space allows.
     fn take_for_prompt(&mut self, mut need: u32, room: usize, out: &mut Vec<BlockId>) {
+        // Longest gap with its run; looked up when it may matter, and anew when one was used.
+        let mut widest = None;
         while need > 0 {
-            let roomy = self.runs.best_fit(need.saturating_add(room as u32));
             let Some(largest) = self.runs.largest() else {
                 self.take_from_gaps(need, out);
                 return;
             };
-            if let Some(run) = roomy.or_else(|| (largest.len >= need).then_some(largest)) {
-                self.grab(run.start, need, out);
+            if largest.len >= need {
+                let roomy = self.runs.best_fit(need.saturating_add(room as u32));
+                self.grab(roomy.unwrap_or(largest).start, need, out);
                 return;
             }
             // A long gap may be worth more than what is left of the unreserved runs.
-            let widest = self.gap_runs().map(|(_, _, whole)| whole).max().unwrap_or(0).min(need);
-            if u64::from(largest.len) * 4 >= u64::from(widest) * 3 {
-                self.grab(largest.start, largest.len, out);
-                need -= largest.len;
-            } else {
-                need -= self.take_from_one_gap(need, out);
+            let worth = |widest: u32| u64::from(largest.len) * 4 < u64::from(widest.min(need)) * 3;
+            if worth(need) {
+                let whole =
+                    *widest.get_or_insert_with(|| self.gap_runs().map(|(_, _, whole)| whole).max().unwrap_or(0));
+                if worth(whole) {
+                    need -= self.take_from_one_gap(need, out);
+                    widest = None;
+                    continue;
+                }
             }
+            if largest.start.checked_sub(1).and_then(|id| self.gap_owner(id)).is_some() {
+                widest = None;
+            }
+            self.grab(largest.start, largest.len, out);
+            need -= largest.len;
         }
     }
 
@@ -276,10 +286,11 @@ impl Placement for Bitmap {
     }
 
     fn released(&mut self, ids: &[BlockId]) {
-        for id in ids {
-            self.tails.remove(id.0);
-            self.end_gap(id.0);
-        }
+        for_each_stretch(ids, |start, len| {
+            self.tails.clear_range(start, len);
+            // A gap lies behind a block that was handed out, so inside a stretch there is none.
+            self.end_gap(start + len - 1);
+        });
     }
 
     fn slack(&self, n: usize, left: usize) -> usize {

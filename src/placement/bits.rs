@@ -99,6 +99,28 @@ impl BitSet {
         self.change_range(start, len, false);
     }
 
+    /// Removes whatever of `start..start + len` is in the set.
+    pub fn clear_range(&mut self, start: u32, len: u32) {
+        if len == 0 || self.len == 0 {
+            return;
+        }
+        let (first, last) = (start as usize >> 6, (start + len - 1) as usize >> 6);
+        for word in first..=last {
+            let before = self.levels[0][word];
+            if before == 0 {
+                continue;
+            }
+            let low = if word == first { start & 63 } else { 0 };
+            let high = if word == last { (start + len - 1) & 63 } else { 63 };
+            let after = before & !((u64::MAX >> (63 - high)) & (u64::MAX << low));
+            self.len -= (before.count_ones() - after.count_ones()) as usize;
+            self.levels[0][word] = after;
+            if before != 0 && after == 0 {
+                self.change_above(word, false);
+            }
+        }
+    }
+
     fn change_range(&mut self, start: u32, len: u32, set: bool) {
         if len == 0 {
             return;

@@ -198,6 +198,7 @@ def test_other_threads_run_while_one_plans_and_one_waits() -> None:
         # Blocks on the pool that the planner holds.
         while not done.is_set():
             _ = pool.num_free
+            time.sleep(0)
 
     threads = [threading.Thread(target=target) for target in (plan, wait, wait)]
     # A switch takes place only where the GIL is given up: not on a timer.
@@ -220,7 +221,7 @@ def test_other_threads_run_while_one_plans_and_one_waits() -> None:
 
 GARBAGE = """
     import faulthandler, gc, sys
-    faulthandler.dump_traceback_later(10, exit=True)
+    faulthandler.dump_traceback_later(4, exit=True)
     import kvcatch
     pool, free = kvcatch.BlockPool(16, 4), kvcatch.FreeBlocks(16)
     seq = pool.create([1, 2, 3], tags={{"a": "b"}})
@@ -253,7 +254,8 @@ GARBAGE = """
 
 
 @pytest.mark.xfail(
-    reason="the lock is held while Python objects are made: a collection may come back in"
+    strict=False,
+    reason="the lock is held while Python objects are made: a collection may come back in",
 )
 @pytest.mark.parametrize(
     "call",
