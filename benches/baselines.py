@@ -13,6 +13,7 @@ import pickle
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcatch.workload.foresight import prefix_keys
@@ -134,7 +135,8 @@ class LinkedListPool:
 
     def free(self, blocks: Iterable[Block]) -> None:
         """One request less holds each of ``blocks``, given in the order they are to be evicted."""
-        clean, cached = [], []
+        clean: list[Block] = []
+        cached: list[Block] = []
         for block in blocks:
             block.ref_count -= 1
             if block.ref_count == 0:
@@ -346,8 +348,8 @@ def replay_through(
                 continue
             pause = time.thread_time()
             ids = manager.get_block_ids(request.request_id)[0]
-            pairs = zip(ids, ids[1:], strict=False)
-            result.runs.append(1 + sum(after != before + 1 for before, after in pairs))
+            breaks = sum(after != before + 1 for before, after in pairwise(ids))
+            result.runs.append(1 + breaks)
             result.blocks.append(len(ids))
             untimed += time.thread_time() - pause
             mark(request, "finished")
@@ -364,15 +366,9 @@ def block_keys(request: Request, block_size: int) -> list[bytes]:
     return [key.to_bytes(8, "little") for key in prefix_keys(request, block_size).tolist()]
 
 
-def python_replay(
-    workload: Workload,
-    num_blocks: int,
-    block_size: int = 16,
-    max_num_seqs: int = 64,
-    progress: Callable[[int, int], None] | None = None,
-) -> ManagerResult:
-    """Replay ``workload`` through ``PythonManager``. Prompts are hashed before the clock starts."""
-    requests = [
+def python_requests(workload: Workload, block_size: int = 16) -> list[ReplayRequest]:
+    """The workload's requests, prompts hashed."""
+    return [
         ReplayRequest(
             str(request.index),
             request.num_tokens,
@@ -382,6 +378,17 @@ def python_replay(
         )
         for request in workload.requests
     ]
+
+
+def python_replay(
+    workload: Workload,
+    num_blocks: int,
+    block_size: int = 16,
+    max_num_seqs: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+) -> ManagerResult:
+    """Replay ``workload`` through ``PythonManager``. Prompts are hashed before the clock starts."""
+    requests = python_requests(workload, block_size)
     manager = PythonManager(num_blocks, block_size)
     return replay_through(manager, requests, max_num_seqs, progress=progress)
 

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     from baselines import ManagerResult
     from kvcatch.workload.request import Workload
 
-TRACE = (
-    Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
-)
+TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 WINDOW = 300
 """Requests of the short replay, and of every window that evictions are compared on."""
 

@@ -7,18 +7,22 @@ it found them.
 from __future__ import annotations
 
 import random
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from baselines import LinkedListPool, PythonPrefixCache, PythonTables
-from kvcatch import BlockPool
+from kvcatch import BlockPool, OutOfBlocks
 from kvcatch._core import FreeBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
+
+    from kvcatch import Prefix
+    from kvcatch.workload.request import Workload
 
     Operation = Callable[[], object]
 
@@ -153,6 +157,56 @@ def lookup_hits_python(count: int, digest: Callable[[bytes], bytes]) -> Operatio
                 raise AssertionError("a block was not hit")
 
     return call
+
+
+def replay_calls(
+    workload: Workload, prompts: Sequence[Prefix], pool: BlockPool, n: int = 64
+) -> int:
+    """The pool calls of a whole replay and the least Python around them; decode tokens.
+
+    The loop of ``kvcatch.workload.replay`` without what it measures. Prompts come hashed, as they
+    do for ``baselines.replay_through``. Every prompt has to fit.
+    """
+    waiting = deque(enumerate(prompts))
+    handles = np.empty(n, dtype=np.int64)
+    left = np.empty(n, dtype=np.int64)
+    generated = np.zeros(n, dtype=np.int32)
+    running = decode_tokens = 0
+    index = np.empty(n, dtype=np.int64)
+    while waiting or running:
+        while running:
+            try:
+                pool.append(handles[:running], 1)
+            except OutOfBlocks:
+                running -= 1
+                pool.free(handles[running : running + 1])
+                position = int(index[running])
+                waiting.appendleft((position, prompts[position]))
+                continue
+            pool.commit(handles[:running], generated[:running])
+            decode_tokens += running
+            break
+        while waiting and running < n:
+            position, prompt = waiting[0]
+            try:
+                handle = pool.create(prompt, commit=True).id
+            except OutOfBlocks:
+                if not running:
+                    raise
+                break
+            waiting.popleft()
+            handles[running], index[running] = handle, position
+            left[running] = workload.requests[position].output_tokens
+            running += 1
+        left[:running] -= 1
+        done = left[:running] <= 0
+        if done.any():
+            pool.free(handles[:running][done])
+            stay = np.flatnonzero(~done)
+            running = len(stay)
+            for column in (handles, left, index):
+                column[:running] = column[stay]
+    return decode_tokens
 
 
 def scattered_pool(num_blocks: int, blocks_each: int, seed: int = 1) -> tuple[BlockPool, int]:

@@ -19,8 +19,8 @@ CALLS = {"rounds": 100, "iterations": 20, "warmup_rounds": 1}
 
 @pytest.mark.parametrize("placement", ["queue", "bitmap"])
 def test_kvcatch(benchmark: BenchmarkFixture, placement: str) -> None:
-    benchmark.pedantic(operations.append_batch(placement), **CALLS)
+    benchmark.pedantic(operations.append_batch(placement), **CALLS)  # type: ignore[no-untyped-call]
 
 
 def test_per_sequence(benchmark: BenchmarkFixture) -> None:
-    benchmark.pedantic(operations.append_batch_python(), **CALLS)
+    benchmark.pedantic(operations.append_batch_python(), **CALLS)  # type: ignore[no-untyped-call]

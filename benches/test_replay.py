@@ -1,4 +1,7 @@
-"""Bookkeeping of a whole replay of the built-in chat workload: kvcatch and managers in Python."""
+"""Bookkeeping of a whole replay of the built-in chat workload: kvcatch and a manager in Python.
+
+Prompts are hashed before the clock starts, for all of them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baselines import has_vllm, python_replay, vllm_replay
-from kvcatch.bench import BenchConfig
+from baselines import PythonManager, python_requests, replay_through
+from kvcatch import BlockPool, Prefix
 from kvcatch.workload.generators import generate
-from kvcatch.workload.replay import replay
+from operations import BLOCK_SIZE, replay_calls
 
 if TYPE_CHECKING:
     from pytest_benchmark.fixture import BenchmarkFixture
@@ -19,31 +22,27 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.benchmark(group="replay")
 
 NUM_BLOCKS = 8_192
-ROUNDS = {"rounds": 3, "iterations": 1}
+Setup = tuple[tuple[object, ...], dict[str, object]]
 
 
 @pytest.fixture(scope="module")
 def workload() -> Workload:
-    return generate("chat", 150)
+    return generate("chat", 300)
 
 
-@pytest.mark.parametrize("policy", ["queue", "bitmap"])
-def test_kvcatch(benchmark: BenchmarkFixture, workload: Workload, policy: str) -> None:
-    config = BenchConfig(num_blocks=NUM_BLOCKS)
+@pytest.mark.parametrize("placement", ["queue", "bitmap"])
+def test_kvcatch(benchmark: BenchmarkFixture, workload: Workload, placement: str) -> None:
+    prompts = [Prefix(request.tokens(), BLOCK_SIZE) for request in workload.requests]
 
-    def setup() -> tuple[tuple[object, ...], dict[str, object]]:
-        return (workload, config.pool(policy)), {}
+    def setup() -> Setup:
+        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE, placement=placement, null_block=True)
+        return (workload, prompts, pool), {}
 
-    result = benchmark.pedantic(replay, setup=setup, rounds=3)
-    benchmark.extra_info["us_per_decode_token"] = result.us_per_decode_token
+    benchmark.pedantic(replay_calls, setup=setup, rounds=5)  # type: ignore[no-untyped-call]
 
 
 def test_python_manager(benchmark: BenchmarkFixture, workload: Workload) -> None:
-    result = benchmark.pedantic(python_replay, args=(workload, NUM_BLOCKS), **ROUNDS)
-    benchmark.extra_info["us_per_decode_token"] = result.us_per_decode_token
+    def setup() -> Setup:
+        return (PythonManager(NUM_BLOCKS, BLOCK_SIZE), python_requests(workload)), {}
 
-
-@pytest.mark.skipif(not has_vllm(), reason="vLLM is not installed")
-def test_vllm_manager(benchmark: BenchmarkFixture, workload: Workload) -> None:
-    result = benchmark.pedantic(vllm_replay, args=(workload, NUM_BLOCKS), **ROUNDS)
-    benchmark.extra_info["us_per_decode_token"] = result.us_per_decode_token
+    benchmark.pedantic(replay_through, setup=setup, rounds=5)  # type: ignore[no-untyped-call]

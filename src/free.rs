@@ -52,6 +52,7 @@ impl FreeBlocks {
         if num_blocks == 0 || num_blocks > 1 << 31 {
             return Err(Error::invalid("num_blocks", num_blocks, "must be between 1 and 2^31"));
         }
+        crate::pool::check_memory(num_blocks, 64)?;
         let mut placement = placement::by_name(placement, num_blocks)?;
         let eviction = eviction::by_name(eviction, num_blocks, seed)?;
         let all: Vec<BlockId> = (0..num_blocks as u32).map(BlockId).collect();

@@ -108,6 +108,16 @@ pub struct Counters {
     pub blocks_moved: u64,
 }
 
+/// Refuses a pool whose bookkeeping the allocator cannot give: `bytes_per_block` for each block.
+pub(crate) fn check_memory(num_blocks: usize, bytes_per_block: usize) -> Result<()> {
+    let bytes = num_blocks.saturating_mul(bytes_per_block);
+    if Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
+        let reason = format!("its bookkeeping takes about {} MiB, more than there is", bytes >> 20);
+        return Err(Error::invalid("num_blocks", num_blocks, reason));
+    }
+    Ok(())
+}
+
 /// The null block.
 const NULL: BlockId = BlockId(0);
 
@@ -166,16 +176,19 @@ impl BlockPool {
         if n.checked_mul(config.block_size).is_none_or(|slots| slots > 1 << 36) {
             return Err(Error::invalid("num_blocks", n, "times block_size must not exceed 2^36 tokens"));
         }
+        // Tables, index and lists: rather an error now than an abort while they are built.
+        check_memory(n, 96 + 4 * config.block_size)?;
         let mut free = FreeBlocks::new(n, &config.placement, &config.eviction, config.seed)?;
         if config.null_block {
             free.extract(NULL)?;
         }
+        let identity = NEXT.fetch_add(1, Ordering::Relaxed);
         Ok(Self {
-            identity: NEXT.fetch_add(1, Ordering::Relaxed),
+            identity,
             free,
             index: PrefixIndex::new(n, config.block_size),
-            sequences: Slab::new("sequence"),
-            pins: Slab::new("pin"),
+            sequences: Slab::new("sequence", identity),
+            pins: Slab::new("pin", identity),
             refs: vec![0; n],
             pin_counts: vec![0; n],
             generations: vec![0; n],
@@ -393,6 +406,7 @@ impl BlockPool {
             self.hand_out(fresh, hits.last().copied(), &mut blocks)?;
         }
         self.reserved += promised;
+        self.clear_promise(blocks.last().copied(), promised)?;
         self.counters.created += 1;
         self.counters.prompt_tokens += len as u64;
         self.counters.hit_tokens += hit_tokens as u64;
@@ -437,6 +451,21 @@ impl BlockPool {
         let first = last.map_or(0, |last| last.0 + 1);
         let end = (first as usize + reserved).min(self.config.num_blocks) as u32;
         if last.is_some() { first..end } else { 0..0 }
+    }
+
+    /// Under strict contiguity a promised run must hold nothing: a hit or a pin would take a block out of it.
+    fn clear_promise(&mut self, last: Option<BlockId>, reserved: usize) -> Result<()> {
+        if !self.config.contiguous {
+            return Ok(());
+        }
+        for id in self.promised_run(last, reserved).map(BlockId) {
+            if self.free.is_cached(id) {
+                self.free.make_clean(id)?;
+                self.index.remove(id, true);
+                self.generations[id.index()] = self.generations[id.index()].wrapping_add(1);
+            }
+        }
+        Ok(())
     }
 
     /// One more table holds a committed block.

@@ -50,15 +50,20 @@ struct Slot<T> {
 #[derive(Debug)]
 pub struct Slab<T> {
     kind: &'static str,
+    first_generation: u32,
     slots: Vec<Slot<T>>,
     vacant: Vec<u32>,
 }
 
 impl<T> Slab<T> {
-    /// An empty slab; `kind` names its things in errors.
+    /// An empty slab; `kind` names its things in errors. Generations start at a number made from `origin` and the
+    /// kind, so that a handle of another pool, or of another kind, is stale here and never somebody's.
     #[must_use]
-    pub fn new(kind: &'static str) -> Self {
-        Self { kind, slots: Vec::new(), vacant: Vec::new() }
+    pub fn new(kind: &'static str, origin: u64) -> Self {
+        let seed = kind.bytes().fold(origin, |sum, byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)));
+        // Fibonacci hashing spreads pools made one after the other over all generations.
+        let first_generation = (seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32;
+        Self { kind, first_generation, slots: Vec::new(), vacant: Vec::new() }
     }
 
     /// Number of live things.
@@ -80,8 +85,9 @@ impl<T> Slab<T> {
             place.content = Some(content);
             return Handle::new(slot, place.generation);
         }
-        self.slots.push(Slot { generation: 0, content: Some(content) });
-        Handle::new(self.slots.len() as u32 - 1, 0)
+        let generation = self.first_generation;
+        self.slots.push(Slot { generation, content: Some(content) });
+        Handle::new(self.slots.len() as u32 - 1, generation)
     }
 
     /// The error for a handle that is not live.

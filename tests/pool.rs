@@ -381,6 +381,17 @@ impl Model {
         self.counters.blocks_allocated += blocks.len() as u64;
     }
 
+    /// Under strict contiguity the run promised to a sequence is emptied, so that no hit or pin takes a block out of it.
+    fn clear_promise(&mut self, raw: i64) {
+        let seq = &self.seqs[&raw];
+        let (true, Some(&last)) = (self.setup.contiguous, seq.table.last()) else { return };
+        let states = self.states();
+        for b in (last + 1..=last + seq.reserved).filter(|&b| states.get(b) == Some(&State::Cached)) {
+            self.index[b] = None;
+            self.changes[b] += 1;
+        }
+    }
+
     /// Blocks that nobody holds any more, and that nobody can find, have changed.
     fn let_go(&mut self, blocks: &[usize]) {
         for &b in blocks {
@@ -663,6 +674,7 @@ impl Machine {
         let (committed, hit_tokens) = (hits * size, hits * size);
         let seq = Seq { salt, tokens, num_tokens, committed, reserved: promised, hit_tokens, table, unsure: false };
         self.model.seqs.insert(raw, seq);
+        self.model.clear_promise(raw);
         if commit {
             self.model.commit(raw, len);
         }
@@ -779,6 +791,9 @@ impl Machine {
         let left: Vec<usize> = pairs.iter().map(|pair| pair.0).collect();
         self.model.let_go(&left);
         self.model.copy(&pairs);
+        for (&raw, _) in raws.iter().zip(&needs).filter(|(_, need)| need.1) {
+            self.model.clear_promise(raw);
+        }
         for (&raw, &count) in raws.iter().zip(counts) {
             let seq = self.model.seqs.get_mut(&raw).unwrap();
             let before = seq.num_tokens;
@@ -949,6 +964,7 @@ impl Machine {
         let reserved = self.pool.reserve(raw, num_tokens);
         self.agree(predicted, reserved)?;
         self.model.seqs.get_mut(&raw).unwrap().reserved = blocks;
+        self.model.clear_promise(raw);
         Ok(())
     }
 

@@ -17,11 +17,13 @@ mod holes;
 mod largest_run;
 mod pages;
 mod runs;
+mod slide;
 
 pub use error::PlanError;
 pub use largest_run::plan_largest_run;
 pub use pages::plan_pages;
 pub use runs::plan_runs;
+pub use slide::plan_slide;
 
 use crate::ids::BlockId;
 use bits::Bits;

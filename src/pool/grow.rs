@@ -145,7 +145,13 @@ impl BlockPool {
             // Private, but committed while it was full: what others could find is overwritten now.
             self.unshare_content(last);
         }
-        self.sequences.get_mut(need.raw)?.blocks = blocks;
+        let last = blocks.last().copied();
+        let sequence = self.sequences.get_mut(need.raw)?;
+        sequence.blocks = blocks;
+        let reserved = sequence.reserved;
+        if need.copy {
+            self.clear_promise(last, reserved)?;
+        }
         Ok(copied)
     }
 
@@ -344,8 +350,10 @@ impl BlockPool {
             }
         }
         self.reserved = self.reserved - before + blocks;
-        self.sequences.get_mut(raw)?.reserved = blocks;
-        Ok(())
+        let sequence = self.sequences.get_mut(raw)?;
+        sequence.reserved = blocks;
+        let last = sequence.blocks.last().copied();
+        self.clear_promise(last, blocks)
     }
 
     fn can_promise_run(&self, raw: i64, last: Option<BlockId>, blocks: usize) -> Result<bool> {

@@ -5,6 +5,7 @@ use crate::compact::{self, Cell, Objective, Plan, PlanError, PoolView};
 use crate::error::{Error, Result};
 use crate::free::Place;
 use crate::ids::BlockId;
+use crate::table::count_runs;
 
 /// A plan of block moves for one pool.
 #[derive(Clone, Debug)]
@@ -20,9 +21,10 @@ pub struct CompactionPlan {
 
 impl BlockPool {
     /// What a planner may do with each block. Cached blocks move like active ones; pinned ones and the null block stay.
+    /// Under strict contiguity so do the sequences that a run is promised to, and that run.
     #[must_use]
     pub fn cells(&self) -> Vec<Cell> {
-        (0..self.config.num_blocks as u32)
+        let mut cells: Vec<Cell> = (0..self.config.num_blocks as u32)
             .map(|i| {
                 let id = BlockId(i);
                 if self.pin_counts[id.index()] > 0 || (self.config.null_block && id == super::NULL) {
@@ -33,10 +35,22 @@ impl BlockPool {
                     Cell::Movable
                 }
             })
-            .collect()
+            .collect();
+        if self.config.contiguous {
+            for (_, sequence) in self.sequences.iter().filter(|(_, sequence)| sequence.reserved > 0) {
+                let promised = self.promised_run(sequence.blocks.last().copied(), sequence.reserved).map(BlockId);
+                for id in sequence.blocks.iter().copied().chain(promised) {
+                    cells[id.index()] = Cell::Fixed;
+                }
+            }
+        }
+        cells
     }
 
     /// Plans a compaction. `raws` are the sequences whose runs count; `None` for all.
+    ///
+    /// Under strict contiguity no sequence may end in more runs than it has: where the plan with the fewest moves would
+    /// split one, everything slides down in order instead ([`compact::plan_slide`]).
     ///
     /// # Errors
     /// [`Error::StaleHandle`]; [`Error::InvalidArgument`] when the objective cannot be reached, with the arithmetic.
@@ -54,10 +68,41 @@ impl BlockPool {
         };
         let cells = self.cells();
         let view = PoolView { cells: &cells, blocks_per_page: self.config.blocks_per_page as u32 };
-        let plan = compact::plan_compaction(&view, objective, &tables, max_moves)
-            .map_err(|error: PlanError| Error::invalid("plan", "refused", error.to_string()))?;
+        let refused = |error: PlanError| Error::invalid("plan", "refused", error.to_string());
+        let mut plan = compact::plan_compaction(&view, objective, &tables, max_moves).map_err(refused)?;
+        if self.config.contiguous && self.splits(&plan) {
+            plan = compact::plan_slide(&view).map_err(refused)?;
+            plan.measure_runs(self.config.num_blocks, &tables);
+            self.check_slide(&plan, objective, max_moves)?;
+        }
         let generations = plan.src.iter().chain(&plan.dst).map(|id| self.generations[id.index()]).collect();
         Ok(CompactionPlan { plan, objective, pool: self.identity, generations })
+    }
+
+    /// Whether any sequence would lie in more runs than now.
+    fn splits(&self, plan: &Plan) -> bool {
+        let remap = plan.remap(self.config.num_blocks);
+        self.sequences.iter().any(|(_, sequence)| {
+            let moved: Vec<BlockId> = sequence.blocks.iter().map(|id| remap[id.index()]).collect();
+            count_runs(&moved) > count_runs(&sequence.blocks)
+        })
+    }
+
+    fn check_slide(&self, plan: &Plan, objective: Objective, max_moves: Option<usize>) -> Result<()> {
+        let refuse = |reason: String| Err(Error::invalid("plan", "refused", reason));
+        if self.splits(plan) {
+            return refuse("a pinned block would split a sequence that must lie in one run".into());
+        }
+        if let Some(limit) = max_moves.filter(|&limit| plan.len() > limit) {
+            return refuse(format!("keeping sequences whole takes {} moves, max_moves is {limit}", plan.len()));
+        }
+        match objective {
+            Objective::LargestRun(n) if plan.gain.largest_run_after < n => refuse(format!(
+                "keeping sequences whole makes a run of {} blocks, not {n}",
+                plan.gain.largest_run_after
+            )),
+            _ => Ok(()),
+        }
     }
 
     fn check_plan(&self, made: &CompactionPlan) -> Result<()> {

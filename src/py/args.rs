@@ -47,13 +47,60 @@ pub(super) fn count(name: &str, value: &Bound<'_, PyAny>, least: i64) -> PyResul
     integer(name, value, least, 1 << 40).map(|number| number as usize)
 }
 
-/// A finite number of seconds, as milliseconds.
-pub(super) fn milliseconds(name: &str, seconds: f64) -> PyResult<u64> {
-    if seconds.is_finite() && (0.0..=1e15).contains(&seconds) {
+/// A finite number.
+pub(super) fn number(name: &str, value: &Bound<'_, PyAny>) -> PyResult<f64> {
+    if value.is_instance_of::<PyBool>() {
+        return Err(invalid_type(format!("{name} = {}: must be a number, not bool", shown(value))));
+    }
+    match value.extract::<f64>() {
+        Ok(number) if number.is_finite() => Ok(number),
+        Ok(_) => Err(invalid_argument(format!("{name} = {}: must be a finite number", shown(value)))),
+        Err(error) if error.is_instance_of::<PyOverflowError>(value.py()) => {
+            Err(invalid_argument(format!("{name} = {}: must be a finite number", shown(value))))
+        }
+        Err(_) => Err(invalid_type(format!("{name} = {}: must be a number, not {}", shown(value), type_name(value)))),
+    }
+}
+
+/// A number of seconds that is not negative, as milliseconds.
+pub(super) fn milliseconds(name: &str, value: &Bound<'_, PyAny>) -> PyResult<u64> {
+    let seconds = number(name, value)?;
+    if (0.0..=1e15).contains(&seconds) {
         Ok((seconds * 1e3).round() as u64)
     } else {
-        Err(invalid_argument(format!("{name} = {seconds}: must be a finite number of seconds, not negative")))
+        Err(invalid_argument(format!("{name} = {seconds}: must be a number of seconds between 0 and 1e15")))
     }
+}
+
+/// Text that can be encoded.
+pub(super) fn text(name: &str, value: &Bound<'_, PyAny>) -> PyResult<String> {
+    let Ok(string) = value.cast::<PyString>() else {
+        return Err(invalid_type(format!("{name} = {}: must be str, not {}", shown(value), type_name(value))));
+    };
+    match string.extract::<String>() {
+        Ok(text) => Ok(text),
+        Err(_) => Err(invalid_argument(format!("{name} = {}: must be text that UTF-8 can encode", shown(value)))),
+    }
+}
+
+/// Text, or the default where none is given.
+pub(super) fn text_or(name: &str, value: Option<&Bound<'_, PyAny>>, default: &str) -> PyResult<String> {
+    value.map_or_else(|| Ok(default.to_owned()), |value| text(name, value))
+}
+
+/// Whether a buffer's items are in this machine's byte order. A typed view does not tell.
+fn is_native(buffer: &PyUntypedBuffer) -> bool {
+    let foreign: &[u8] = if cfg!(target_endian = "little") { b">!" } else { b"<" };
+    buffer.format().to_bytes().first().is_none_or(|first| !foreign.contains(first))
+}
+
+fn format_of(buffer: &PyUntypedBuffer) -> String {
+    format!("{:?}", buffer.format().to_string_lossy())
+}
+
+/// A typed view of a one-dimensional buffer, if it is one.
+fn vector<T: Element>(value: &Bound<'_, PyAny>) -> Option<PyBuffer<T>> {
+    PyBuffer::<T>::get(value).ok().filter(|buffer| buffer.dimensions() == 1 && is_native(buffer))
 }
 
 fn read_as<T: Element, U>(
@@ -75,6 +122,12 @@ fn integers_wide(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i128>> {
             let shape = buffer.shape();
             return Err(invalid_argument(format!("{name} has shape {shape:?}: must be one-dimensional")));
         }
+        if !is_native(&buffer) {
+            return Err(invalid_type(format!(
+                "{name} has dtype format {}: must be in native byte order",
+                format_of(&buffer)
+            )));
+        }
         macro_rules! try_types {
             ($($kind:ty),*) => {
                 $(if let Some(values) = read_as::<$kind, i128>(&buffer, py, i128::from)? {
@@ -83,8 +136,8 @@ fn integers_wide(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i128>> {
             };
         }
         try_types!(i32, i64, u32, u64, i16, u16, i8, u8);
-        let format = buffer.format().to_string_lossy();
-        return Err(invalid_type(format!("{name} has dtype format {format:?}: must be an integer array")));
+        let format = format_of(&buffer);
+        return Err(invalid_type(format!("{name} has dtype format {format}: must be an integer array")));
     }
     if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
         return Err(invalid_type(format!("{name} = {}: must be integers, not text", shown(value))));
@@ -105,9 +158,7 @@ fn integers_wide(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i128>> {
 
 /// Integers, each between `least` and `most`.
 pub(super) fn integers(name: &str, value: &Bound<'_, PyAny>, least: i64, most: i64) -> PyResult<Vec<i64>> {
-    if let Ok(typed) = PyBuffer::<i64>::get(value)
-        && typed.dimensions() == 1
-    {
+    if let Some(typed) = vector::<i64>(value) {
         let values = typed.to_vec(value.py())?;
         if let Some(i) = values.iter().position(|number| !(least..=most).contains(number)) {
             return Err(out_of_bounds(name, i, i128::from(values[i]), least, most));
@@ -130,9 +181,7 @@ fn out_of_bounds(name: &str, i: usize, value: i128, least: i64, most: i64) -> Py
 pub(super) fn tokens(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     let most = i64::from(u32::MAX);
     let py = value.py();
-    if let Ok(typed) = PyBuffer::<i32>::get(value)
-        && typed.dimensions() == 1
-    {
+    if let Some(typed) = vector::<i32>(value) {
         let mut values = vec![0u32; typed.item_count()];
         if let Some(source) = typed.as_slice_ptr() {
             // SAFETY: the buffer is held and C-contiguous with this many i32 items; attached, and copied at once.
@@ -158,8 +207,7 @@ pub(super) fn tokens(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>>
 
 /// Block ids; range is the core's to check.
 pub(super) fn blocks(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-    if let Ok(typed) = PyBuffer::<i32>::get(value)
-        && typed.dimensions() == 1
+    if let Some(typed) = vector::<i32>(value)
         && let Some(source) = typed.as_slice_ptr()
     {
         // SAFETY: the buffer is held and C-contiguous with this many i32 items; attached, and copied at once.
@@ -190,9 +238,7 @@ pub(super) fn handle(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i64> {
 
 /// A batch: one `Sequence`, an int64 array of handles, or a sequence of either.
 pub(super) fn batch(value: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
-    if let Ok(typed) = PyBuffer::<i64>::get(value)
-        && typed.dimensions() == 1
-    {
+    if let Some(typed) = vector::<i64>(value) {
         if let Some(source) = typed.as_slice_ptr() {
             // SAFETY: the buffer is held and C-contiguous with this many i64 items; attached, and copied at once.
             #[allow(unsafe_code)]
@@ -260,6 +306,12 @@ impl<T: Element> Output<T> {
                 Err(_) => format!("{name} = {}: must be a {dtype} array, not {}", shown(value), type_name(value)),
             }));
         };
+        if !is_native(&buffer) {
+            return Err(invalid_type(format!(
+                "{name} has dtype format {}: must be {dtype} in native byte order",
+                format_of(&buffer)
+            )));
+        }
         if buffer.dimensions() != dimensions {
             return Err(invalid_argument(format!(
                 "{name} has shape {:?}: must have {dimensions} dimensions",
@@ -317,8 +369,8 @@ pub(super) fn int64_array<'py>(py: Python<'py>, values: &[i64]) -> PyResult<Boun
 /// A salt as bytes; different kinds of salts never collide.
 pub(super) fn salt(value: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<u8>> {
     let Some(value) = value else { return Ok(Vec::new()) };
-    if let Ok(text) = value.cast::<PyString>() {
-        return Ok([b"s", text.to_string_lossy().as_bytes()].concat());
+    if value.is_instance_of::<PyString>() {
+        return Ok([b"s", text("salt", value)?.as_bytes()].concat());
     }
     if let Ok(bytes) = value.cast::<PyBytes>() {
         return Ok([b"b", bytes.as_bytes()].concat());

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use pyo3::prelude::*;
@@ -116,10 +116,17 @@ impl PyBlockPool {
         work(&mut pool)
     }
 
-    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, BlockPool>> {
-        let mut guard = self.pool.lock_py_attached(py).map_err(poisoned)?;
-        self.tick(&mut guard);
-        Ok(guard)
+    /// Runs `work` on the pool while attached. The pool is let go before anything is turned into a Python object: that
+    /// may run other Python code, which may come back here.
+    fn run<T>(&self, py: Python<'_>, work: impl FnOnce(&mut BlockPool) -> Result<T>) -> PyResult<T> {
+        let done = match self.pool.lock_py_attached(py) {
+            Ok(mut pool) => {
+                self.tick(&mut pool);
+                work(&mut pool)
+            }
+            Err(_) => Err(poisoned(())),
+        };
+        Ok(done?)
     }
 
     fn tick(&self, pool: &mut BlockPool) {
@@ -132,7 +139,7 @@ impl PyBlockPool {
         prefix_of(tokens, salt, self.config.block_size, self.config.hash)
     }
 
-    fn sequence(pool: &BlockPool, handle: Handle) -> PyResult<PySequence> {
+    fn sequence(pool: &BlockPool, handle: Handle) -> Result<PySequence> {
         let sequence = pool.sequences().get(handle.raw())?;
         Ok(PySequence { raw: handle.raw(), hit_tokens: sequence.hit_tokens, owner: sequence.owner.clone() })
     }
@@ -160,26 +167,28 @@ fn json<'py>(py: Python<'py>, value: &serde_json::Value) -> PyResult<Bound<'py, 
 impl PyBlockPool {
     #[new]
     #[pyo3(signature = (
-        num_blocks, block_size = None, *, placement = "bitmap", eviction = "lru", contiguity = "preferred",
-        blocks_per_page = None, null_block = false, hash = "xxh3", seed = None, manual_clock = false
-    ))]
+        num_blocks, block_size = None, *, placement = None, eviction = None, contiguity = None, blocks_per_page = None,
+        null_block = false, hash = None, seed = None, manual_clock = false
+    ), text_signature = "(num_blocks, block_size=16, *, placement='bitmap', eviction='lru', contiguity='preferred', \
+        blocks_per_page=128, null_block=False, hash='xxh3', seed=0, manual_clock=False)")]
     #[allow(clippy::too_many_arguments)]
     fn new(
         num_blocks: &Bound<'_, PyAny>,
         block_size: Option<&Bound<'_, PyAny>>,
-        placement: &str,
-        eviction: &str,
-        contiguity: &str,
+        placement: Option<&Bound<'_, PyAny>>,
+        eviction: Option<&Bound<'_, PyAny>>,
+        contiguity: Option<&Bound<'_, PyAny>>,
         blocks_per_page: Option<&Bound<'_, PyAny>>,
         null_block: bool,
-        hash: &str,
+        hash: Option<&Bound<'_, PyAny>>,
         seed: Option<&Bound<'_, PyAny>>,
         manual_clock: bool,
     ) -> PyResult<Self> {
         let read = |name, value: Option<&Bound<'_, PyAny>>, default, least, most| {
             value.map_or(Ok(default), |value| args::integer(name, value, least, most))
         };
-        let contiguous = match contiguity {
+        let contiguity = args::text_or("contiguity", contiguity, "preferred")?;
+        let contiguous = match contiguity.as_str() {
             "preferred" => false,
             "required" => true,
             _ => {
@@ -190,12 +199,12 @@ impl PyBlockPool {
         let config = Config {
             num_blocks: args::integer("num_blocks", num_blocks, 1, 1 << 31)? as usize,
             block_size: read("block_size", block_size, 16, 1, 1 << 16)? as usize,
-            placement: placement.to_owned(),
-            eviction: eviction.to_owned(),
+            placement: args::text_or("placement", placement, "bitmap")?,
+            eviction: args::text_or("eviction", eviction, "lru")?,
             contiguous,
             blocks_per_page: read("blocks_per_page", blocks_per_page, 128, 1, 1 << 31)? as usize,
             null_block,
-            hash: HashKind::by_name(hash)?,
+            hash: HashKind::by_name(&args::text_or("hash", hash, "xxh3")?)?,
             seed: read("seed", seed, 0, 0, i64::MAX)? as u64,
         };
         let pool = Mutex::new(BlockPool::new(config.clone())?);
@@ -234,54 +243,55 @@ impl PyBlockPool {
 
     #[getter]
     fn num_free(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.num_free())
+        self.run(py, |pool| Ok(pool.num_free()))
     }
 
     #[getter]
     fn num_cached(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.num_cached())
+        self.run(py, |pool| Ok(pool.num_cached()))
     }
 
     #[getter]
     fn num_active(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.num_active())
+        self.run(py, |pool| Ok(pool.num_active()))
     }
 
     #[getter]
     fn num_reserved(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.num_reserved())
+        self.run(py, |pool| Ok(pool.num_reserved()))
     }
 
     #[getter]
     fn num_pinned(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.num_pinned())
+        self.run(py, |pool| Ok(pool.num_pinned()))
     }
 
     #[getter]
     fn available(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.available())
+        self.run(py, |pool| Ok(pool.available()))
     }
 
     #[getter]
     fn num_sequences(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.sequences().len())
+        self.run(py, |pool| Ok(pool.sequences().len()))
     }
 
     #[getter]
     fn largest_run(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.largest_run())
+        self.run(py, |pool| Ok(pool.largest_run()))
     }
 
     #[pyo3(signature = (
         tokens, *, owner = None, tags = None, salt = None, num_tokens = None, reserve_tokens = None, use_cache = true,
         commit = false
-    ))]
+    ), text_signature = "($self, tokens, *, owner=None, tags=None, salt=None, num_tokens=None, reserve_tokens=0, \
+        use_cache=True, commit=False)")]
     #[allow(clippy::too_many_arguments)]
     fn create(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
-        owner: Option<String>,
+        owner: Option<&Bound<'_, PyAny>>,
         tags: Option<&Bound<'_, PyAny>>,
         salt: Option<&Bound<'_, PyAny>>,
         num_tokens: Option<&Bound<'_, PyAny>>,
@@ -294,16 +304,17 @@ impl PyBlockPool {
             reserve_tokens: reserve_tokens.map_or(Ok(0), |value| args::count("reserve_tokens", value, 0))?,
             ignore_cache: !use_cache,
             commit,
-            owner,
+            owner: owner.map(|value| args::text("owner", value)).transpose()?,
             tags: tags_of(tags)?.unwrap_or_default(),
         };
         let prefix = self.prefix_of(tokens, salt)?;
-        let mut pool = self.lock(py)?;
-        let handle = pool.create(prefix, admission)?;
-        Self::sequence(&pool, handle)
+        self.run(py, |pool| {
+            let handle = pool.create(prefix, admission)?;
+            Self::sequence(pool, handle)
+        })
     }
 
-    #[pyo3(signature = (seqs, n_tokens = None))]
+    #[pyo3(signature = (seqs, n_tokens = None), text_signature = "($self, seqs, n_tokens=1)")]
     fn append(
         &self,
         py: Python<'_>,
@@ -312,7 +323,7 @@ impl PyBlockPool {
     ) -> PyResult<Vec<(u32, u32)>> {
         let raws = args::batch(seqs)?;
         let counts = n_tokens.map_or(Ok(Counts::Same(1)), |value| Counts::read("n_tokens", value, raws.len()))?;
-        let copies = self.lock(py)?.append(&raws, |i| counts.get(i))?;
+        let copies = self.run(py, |pool| pool.append(&raws, |i| counts.get(i)))?;
         Ok(copies.into_iter().map(|(from, to)| (from.0, to.0)).collect())
     }
 
@@ -329,14 +340,14 @@ impl PyBlockPool {
         let tokens = tokens.map(|value| args::tokens("tokens", value)).transpose()?;
         let mut each = counts.map(|value| Counts::read("counts", value, raws.len())).transpose()?;
         if let (Some(tokens), None) = (&tokens, &each) {
-            if raws.is_empty() || tokens.len() % raws.len() != 0 {
+            if tokens.len() % raws.len().max(1) != 0 || (raws.is_empty() && !tokens.is_empty()) {
                 let (tokens, raws) = (tokens.len(), raws.len());
                 return Err(invalid_argument(format!("tokens has {tokens} ids for {raws} sequences: give counts")));
             }
-            each = Some(Counts::Same(tokens.len() / raws.len()));
+            each = Some(Counts::Same(tokens.len() / raws.len().max(1)));
         }
         let count = |i: usize| each.as_ref().map(|counts| counts.get(i));
-        Ok(self.lock(py)?.commit(&raws, tokens.as_deref(), count, deduplicate)?)
+        self.run(py, |pool| pool.commit(&raws, tokens.as_deref(), count, deduplicate))
     }
 
     #[pyo3(signature = (seq, *, owner = None, tags = None))]
@@ -344,31 +355,33 @@ impl PyBlockPool {
         &self,
         py: Python<'_>,
         seq: &Bound<'_, PyAny>,
-        owner: Option<String>,
+        owner: Option<&Bound<'_, PyAny>>,
         tags: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PySequence> {
         let (raw, tags) = (args::handle("seq", seq)?, tags_of(tags)?);
-        let mut pool = self.lock(py)?;
-        let child = pool.fork(raw, owner, tags)?;
-        Self::sequence(&pool, child)
+        let owner = owner.map(|value| args::text("owner", value)).transpose()?;
+        self.run(py, |pool| {
+            let child = pool.fork(raw, owner, tags)?;
+            Self::sequence(pool, child)
+        })
     }
 
     fn truncate(&self, py: Python<'_>, seq: &Bound<'_, PyAny>, num_tokens: &Bound<'_, PyAny>) -> PyResult<()> {
         let (raw, num_tokens) = (args::handle("seq", seq)?, args::count("num_tokens", num_tokens, 0)?);
-        Ok(self.lock(py)?.truncate(raw, num_tokens)?)
+        self.run(py, |pool| pool.truncate(raw, num_tokens))
     }
 
     fn reserve(&self, py: Python<'_>, seq: &Bound<'_, PyAny>, num_tokens: &Bound<'_, PyAny>) -> PyResult<()> {
         let (raw, num_tokens) = (args::handle("seq", seq)?, args::count("num_tokens", num_tokens, 0)?);
-        Ok(self.lock(py)?.reserve(raw, num_tokens)?)
+        self.run(py, |pool| pool.reserve(raw, num_tokens))
     }
 
     fn free(&self, py: Python<'_>, seqs: &Bound<'_, PyAny>) -> PyResult<()> {
         let raws = if seqs.extract::<i64>().is_ok() { vec![args::handle("seqs", seqs)?] } else { args::batch(seqs)? };
-        Ok(self.lock(py)?.free(&raws)?)
+        self.run(py, |pool| pool.free(&raws))
     }
 
-    #[pyo3(signature = (seqs, out, *, pad = None))]
+    #[pyo3(signature = (seqs, out, *, pad = None), text_signature = "($self, seqs, out, *, pad=-1)")]
     fn block_tables(
         &self,
         py: Python<'_>,
@@ -383,21 +396,21 @@ impl PyBlockPool {
         if rows < raws.len() {
             return Err(invalid_argument(format!("out has {rows} rows for {} sequences", raws.len())));
         }
-        let pool = self.lock(py)?;
-        for &raw in &raws {
-            // All or nothing: nothing is written before every row is known to fit.
-            let needed = pool.sequences().get(raw)?.blocks.len();
-            if needed > width {
-                let reason = format!("a row is too narrow for a sequence of {needed} blocks");
-                return Err(invalid_argument(format!("out width = {width}: {reason}")));
+        let items = out.items(py);
+        self.run(py, |pool| {
+            for &raw in &raws {
+                // All or nothing: nothing is written before every row is known to fit.
+                let needed = pool.sequences().get(raw)?.blocks.len();
+                if needed > width {
+                    let reason = format!("a row is too narrow for a sequence of {needed} blocks");
+                    return Err(Error::invalid("out width", width, reason));
+                }
             }
-        }
-        if width > 0 {
-            for (&raw, row) in raws.iter().zip(out.items(py).chunks_exact_mut(width)) {
+            for (&raw, row) in raws.iter().zip(items.chunks_exact_mut(width.max(1))) {
                 pool.sequences().get(raw)?.write_row(row, pad as i32)?;
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     #[pyo3(signature = (seqs, counts = None, *, starts = None, out))]
@@ -413,65 +426,71 @@ impl PyBlockPool {
         let counts = counts.map(|value| Counts::read("counts", value, raws.len())).transpose()?;
         let starts = starts.map(|value| Counts::read("starts", value, raws.len())).transpose()?;
         let mut out = Output::<i64>::get("out", out, "int64", 1)?;
-        let pool = self.lock(py)?;
-        let mut parts = Vec::with_capacity(raws.len());
-        let mut total = 0usize;
-        for (i, &raw) in raws.iter().enumerate() {
-            let sequence = pool.sequences().get(raw)?;
-            let start = starts.as_ref().map_or(sequence.committed, |starts| starts.get(i));
-            let count = counts.as_ref().map_or(sequence.num_tokens.saturating_sub(start), |counts| counts.get(i));
-            if start.checked_add(count).is_none_or(|end| end > sequence.num_tokens) {
-                return Err(invalid_argument(format!(
-                    "slots {start}..{start}+{count} of sequence {raw}: it has room for {} tokens",
-                    sequence.num_tokens
-                )));
-            }
-            total += count;
-            parts.push((sequence, start, count));
-        }
         let room = out.shape()[0];
-        if total > room {
-            return Err(invalid_argument(format!("out has room for {room} slots: must hold {total}")));
-        }
-        let mut rest = out.items(py);
-        for (sequence, start, count) in parts {
-            let (now, later) = rest.split_at_mut(count);
-            sequence.write_slots(start, self.config.block_size, now)?;
-            rest = later;
-        }
-        Ok(total)
+        let items = out.items(py);
+        self.run(py, |pool| {
+            let mut parts = Vec::with_capacity(raws.len());
+            let mut total = 0usize;
+            for (i, &raw) in raws.iter().enumerate() {
+                let sequence = pool.sequences().get(raw)?;
+                let start = starts.as_ref().map_or(sequence.committed, |starts| starts.get(i));
+                let count = counts.as_ref().map_or(sequence.num_tokens.saturating_sub(start), |counts| counts.get(i));
+                if start.checked_add(count).is_none_or(|end| end > sequence.num_tokens) {
+                    let reason = format!(
+                        "with {count} slots from there, sequence {raw} has room for {} tokens",
+                        sequence.num_tokens
+                    );
+                    return Err(Error::invalid("start", start, reason));
+                }
+                total += count;
+                parts.push((sequence, start, count));
+            }
+            if total > room {
+                return Err(Error::invalid("out length", room, format!("must hold {total} slots")));
+            }
+            let mut rest = items;
+            for (sequence, start, count) in parts {
+                let (now, later) = rest.split_at_mut(count);
+                sequence.write_slots(start, self.config.block_size, now)?;
+                rest = later;
+            }
+            Ok(total)
+        })
     }
 
     fn block_ids<'py>(&self, py: Python<'py>, seq: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let raw = args::handle("seq", seq)?;
-        let blocks = self.lock(py)?.sequences().get(raw)?.blocks.clone();
+        let blocks = self.run(py, |pool| Ok(pool.sequences().get(raw)?.blocks.clone()))?;
         args::block_array(py, &blocks)
     }
 
     fn num_tokens(&self, py: Python<'_>, seq: &Bound<'_, PyAny>) -> PyResult<usize> {
         let raw = args::handle("seq", seq)?;
-        Ok(self.lock(py)?.sequences().get(raw)?.num_tokens)
+        self.run(py, |pool| Ok(pool.sequences().get(raw)?.num_tokens))
     }
 
     fn num_committed(&self, py: Python<'_>, seq: &Bound<'_, PyAny>) -> PyResult<usize> {
         let raw = args::handle("seq", seq)?;
-        Ok(self.lock(py)?.sequences().get(raw)?.committed)
+        self.run(py, |pool| Ok(pool.sequences().get(raw)?.committed))
     }
 
     fn num_runs(&self, py: Python<'_>, seqs: &Bound<'_, PyAny>) -> PyResult<usize> {
         let raws = if seqs.extract::<i64>().is_ok() { vec![args::handle("seqs", seqs)?] } else { args::batch(seqs)? };
-        let pool = self.lock(py)?;
-        let mut runs = 0;
-        for raw in raws {
-            runs += count_runs(&pool.sequences().get(raw)?.blocks);
-        }
-        Ok(runs)
+        self.run(py, |pool| {
+            let mut runs = 0;
+            for raw in raws {
+                runs += count_runs(&pool.sequences().get(raw)?.blocks);
+            }
+            Ok(runs)
+        })
     }
 
     fn describe<'py>(&self, py: Python<'py>, seq: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
         let raw = args::handle("seq", seq)?;
-        let pool = self.lock(py)?;
-        let sequence = pool.sequences().get(raw)?;
+        let (sequence, runs) = self.run(py, |pool| {
+            let sequence = pool.sequences().get(raw)?;
+            Ok((sequence.clone(), count_runs(&sequence.blocks)))
+        })?;
         let dict = PyDict::new(py);
         dict.set_item("id", raw)?;
         dict.set_item("owner", sequence.owner.as_deref())?;
@@ -483,15 +502,14 @@ impl PyBlockPool {
         dict.set_item("num_tokens", sequence.num_tokens)?;
         dict.set_item("num_committed", sequence.committed)?;
         dict.set_item("num_blocks", sequence.blocks.len())?;
-        dict.set_item("runs", count_runs(&sequence.blocks))?;
+        dict.set_item("runs", runs)?;
         dict.set_item("hit_tokens", sequence.hit_tokens)?;
         dict.set_item("reserved_blocks", sequence.reserved)?;
         Ok(dict)
     }
 
     fn sequences(&self, py: Python<'_>) -> PyResult<Vec<PySequence>> {
-        let pool = self.lock(py)?;
-        pool.sequences().iter().map(|(handle, _)| Self::sequence(&pool, handle)).collect()
+        self.run(py, |pool| pool.sequences().iter().map(|(handle, _)| Self::sequence(pool, handle)).collect())
     }
 
     #[pyo3(signature = (tokens, *, salt = None))]
@@ -502,20 +520,19 @@ impl PyBlockPool {
     #[pyo3(signature = (tokens, *, salt = None))]
     fn lookup(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, salt: Option<&Bound<'_, PyAny>>) -> PyResult<usize> {
         if let (Ok(prefix), None) = (tokens.cast::<PyPrefix>(), salt) {
-            return Ok(self.lock(py)?.lookup(&prefix.get().inner)?);
+            return self.run(py, |pool| pool.lookup(&prefix.get().inner));
         }
         let prefix = self.prefix_of(tokens, salt)?;
-        Ok(self.lock(py)?.lookup(&prefix)?)
+        self.run(py, |pool| pool.lookup(&prefix))
     }
 
     fn lookup_many<'py>(&self, py: Python<'py>, prefixes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let Ok(prefixes) = prefixes.extract::<Vec<Py<PyPrefix>>>() else {
             return Err(invalid_type(format!("prefixes = {}: must be a list of Prefix", args::shown(prefixes))));
         };
-        let mut pool = self.lock(py)?;
-        let hits: Result<Vec<i64>> =
-            prefixes.iter().map(|prefix| Ok(pool.lookup(&prefix.get().inner)? as i64)).collect();
-        args::int64_array(py, &hits?)
+        let hits: Vec<i64> =
+            self.run(py, |pool| prefixes.iter().map(|prefix| Ok(pool.lookup(&prefix.get().inner)? as i64)).collect())?;
+        args::int64_array(py, &hits)
     }
 
     #[pyo3(signature = (tokens, *, salt = None))]
@@ -530,56 +547,59 @@ impl PyBlockPool {
         Ok(PyMissReport { miss, num_tokens: prefix.tokens().len() })
     }
 
-    #[pyo3(signature = (tokens, *, priority = None, ttl = None, salt = None))]
+    #[pyo3(signature = (tokens, *, priority = None, ttl = None, salt = None), text_signature = "($self, tokens, *, priority=1, ttl=None, salt=None)")]
     fn retain(
         &self,
         py: Python<'_>,
         tokens: &Bound<'_, PyAny>,
         priority: Option<&Bound<'_, PyAny>>,
-        ttl: Option<f64>,
+        ttl: Option<&Bound<'_, PyAny>>,
         salt: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<usize> {
         let priority = priority.map_or(Ok(1), |value| args::integer("priority", value, 0, 100))?;
-        let ttl = ttl.map(|seconds| args::milliseconds("ttl", seconds)).transpose()?;
+        let ttl = ttl.map(|value| args::milliseconds("ttl", value)).transpose()?;
         let prefix = self.prefix_of(tokens, salt)?;
-        let mut pool = self.lock(py)?;
-        if let (Some(started), true) = (self.started, ttl.is_some()) {
-            pool.set_now(started.elapsed().as_millis() as u64);
-        }
-        Ok(pool.retain(&prefix, priority as u8, ttl)?)
+        self.run(py, |pool| {
+            if let (Some(started), true) = (self.started, ttl.is_some()) {
+                pool.set_now(started.elapsed().as_millis() as u64);
+            }
+            pool.retain(&prefix, priority as u8, ttl)
+        })
     }
 
     fn set_next_use(&self, py: Python<'_>, seq: &Bound<'_, PyAny>, next_use: &Bound<'_, PyAny>) -> PyResult<()> {
         let raw = args::handle("seq", seq)?;
         let next_use = args::integers("next_use", next_use, i64::MIN, i64::MAX)?;
-        Ok(self.lock(py)?.set_next_use(raw, &next_use)?)
+        self.run(py, |pool| pool.set_next_use(raw, &next_use))
     }
 
     fn evict(&self, py: Python<'_>, n: &Bound<'_, PyAny>) -> PyResult<usize> {
         let n = args::count("n", n, 0)?;
-        Ok(self.lock(py)?.evict(n))
+        self.run(py, |pool| Ok(pool.evict(n)))
     }
 
     fn reset_prefix_cache(&self, py: Python<'_>) -> PyResult<usize> {
-        Ok(self.lock(py)?.reset_prefix_cache()?)
+        self.run(py, BlockPool::reset_prefix_cache)
     }
 
     #[getter]
     fn get_now(&self, py: Python<'_>) -> PyResult<f64> {
         match self.started {
             Some(started) => Ok(started.elapsed().as_secs_f64()),
-            None => Ok(self.lock(py)?.now() as f64 / 1e3),
+            None => self.run(py, |pool| Ok(pool.now() as f64 / 1e3)),
         }
     }
 
     #[setter]
-    fn set_now(&self, py: Python<'_>, seconds: f64) -> PyResult<()> {
+    fn set_now(&self, py: Python<'_>, seconds: &Bound<'_, PyAny>) -> PyResult<()> {
         if self.started.is_some() {
             return Err(invalid_argument("now: this pool keeps its own clock; make it with manual_clock=True".into()));
         }
         let now = args::milliseconds("now", seconds)?;
-        self.lock(py)?.set_now(now);
-        Ok(())
+        self.run(py, |pool| {
+            pool.set_now(now);
+            Ok(())
+        })
     }
 
     #[pyo3(signature = (what, *, owner = None, deadline = None))]
@@ -587,17 +607,20 @@ impl PyBlockPool {
         &self,
         py: Python<'_>,
         what: &Bound<'_, PyAny>,
-        owner: Option<String>,
-        deadline: Option<f64>,
+        owner: Option<&Bound<'_, PyAny>>,
+        deadline: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyPin> {
-        let deadline = deadline.map(|seconds| args::milliseconds("deadline", seconds)).transpose()?;
+        let owner = owner.map(|value| args::text("owner", value)).transpose()?;
+        let deadline = deadline.map(|value| args::milliseconds("deadline", value)).transpose()?;
         let single = what.cast::<PySequence>().is_ok() || what.extract::<i64>().is_ok();
         let raw = if single { Some(args::handle("what", what)?) } else { None };
         let given = if single { Vec::new() } else { args::blocks("blocks", what)? };
-        let mut pool = self.lock(py)?;
-        let blocks = raw.map_or(Ok(given), |raw| pool.sequences().get(raw).map(|sequence| sequence.blocks.clone()))?;
-        let handle = pool.pin(blocks.clone(), owner, deadline)?;
-        Ok(PyPin { raw: handle.raw(), blocks })
+        self.run(py, |pool| {
+            let of = |raw| pool.sequences().get(raw).map(|sequence| sequence.blocks.clone());
+            let blocks = raw.map_or(Ok(given), of)?;
+            let handle = pool.pin(blocks.clone(), owner, deadline)?;
+            Ok(PyPin { raw: handle.raw(), blocks })
+        })
     }
 
     fn unpin(&self, py: Python<'_>, pin: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -605,22 +628,23 @@ impl PyBlockPool {
             Ok(pin) => pin.get().raw,
             Err(_) => args::integer("pin", pin, i64::MIN, i64::MAX)?,
         };
-        Ok(self.lock(py)?.unpin(raw)?)
+        self.run(py, |pool| pool.unpin(raw))
     }
 
     #[pyo3(signature = (objective, *, n = None, max_moves = None, seqs = None, bytes_per_block = None, bandwidth = None))]
     #[allow(clippy::too_many_arguments)]
     fn plan_compaction(
         slf: &Bound<'_, Self>,
-        objective: &str,
+        objective: &Bound<'_, PyAny>,
         n: Option<&Bound<'_, PyAny>>,
         max_moves: Option<&Bound<'_, PyAny>>,
         seqs: Option<&Bound<'_, PyAny>>,
         bytes_per_block: Option<&Bound<'_, PyAny>>,
-        bandwidth: Option<f64>,
+        bandwidth: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<PyCompactionPlan> {
         let n = n.map(|value| args::integer("n", value, 1, 1 << 31)).transpose()?;
-        let objective = match (objective, n) {
+        let objective = args::text("objective", objective)?;
+        let objective = match (objective.as_str(), n) {
             ("runs", None) => Objective::Runs,
             ("pages", None) => Objective::Pages,
             ("largest_run", Some(n)) => Objective::LargestRun(n as u32),
@@ -637,7 +661,8 @@ impl PyBlockPool {
         };
         let max_moves = max_moves.map(|value| args::count("max_moves", value, 0)).transpose()?;
         let bytes_per_block = bytes_per_block.map(|value| args::count("bytes_per_block", value, 1)).transpose()?;
-        if let Some(rate) = bandwidth.filter(|rate| !(rate.is_finite() && *rate > 0.0)) {
+        let bandwidth = bandwidth.map(|value| args::number("bandwidth", value)).transpose()?;
+        if let Some(rate) = bandwidth.filter(|rate| *rate <= 0.0) {
             return Err(invalid_argument(format!("bandwidth = {rate}: must be a positive number of bytes per second")));
         }
         let raws = seqs.map(args::batch).transpose()?;
@@ -657,8 +682,15 @@ impl PyBlockPool {
         json(py, &value)
     }
 
-    #[pyo3(signature = (by = "owner"))]
-    fn holdings<'py>(&self, py: Python<'py>, by: &str) -> PyResult<Vec<Bound<'py, PyDict>>> {
+    #[pyo3(signature = (by = None), text_signature = "($self, by='owner')")]
+    fn holdings<'py>(&self, py: Python<'py>, by: Option<&Bound<'py, PyAny>>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        const COLUMNS: [&str; 5] = ["sequences", "blocks", "shared_blocks", "tokens", "reserved_blocks"];
+        let by = &*args::text_or("by", by, "owner")?;
+        if COLUMNS.contains(&by) {
+            return Err(invalid_argument(format!(
+                "by = {by:?}: is a column of the answer; use another name for the tag"
+            )));
+        }
         let holdings = py.detach(|| self.with(|pool| Ok(pool.holdings(by))))?;
         let mut rows = Vec::with_capacity(holdings.len());
         let mut sorted: Vec<_> = holdings.into_iter().collect();
@@ -677,7 +709,12 @@ impl PyBlockPool {
     }
 
     #[pyo3(signature = (live, *, now = None))]
-    fn audit<'py>(&self, py: Python<'py>, live: &Bound<'py, PyAny>, now: Option<f64>) -> PyResult<Bound<'py, PyDict>> {
+    fn audit<'py>(
+        &self,
+        py: Python<'py>,
+        live: &Bound<'py, PyAny>,
+        now: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyDict>> {
         if live.is_instance_of::<PyString>() {
             return Err(invalid_type(format!("live = {}: must be an iterable of owners", args::shown(live))));
         }
@@ -687,8 +724,8 @@ impl PyBlockPool {
             owners.insert(owner?.extract::<String>().map_err(|_| refused())?);
         }
         let now = match now {
-            Some(seconds) => args::milliseconds("now", seconds)?,
-            None => (self.get_now(py)? * 1e3) as u64,
+            Some(value) => args::milliseconds("now", value)?,
+            None => (self.get_now(py)? * 1e3).round() as u64,
         };
         let audit = py.detach(|| self.with(|pool| Ok(pool.audit(&owners, now))))?;
         let dict = PyDict::new(py);
@@ -726,18 +763,19 @@ impl PyBlockPool {
     }
 
     fn __repr__(&self, py: Python<'_>) -> PyResult<String> {
-        let pool = self.lock(py)?;
-        Ok(format!(
-            "<BlockPool {}+{}: {} blocks of {}: {} free, {} cached, {} active, {} reserved, {} pinned>",
-            self.config.placement,
-            self.config.eviction,
-            self.config.num_blocks,
-            self.config.block_size,
-            pool.num_free(),
-            pool.num_cached(),
-            pool.num_active(),
-            pool.num_reserved(),
-            pool.num_pinned()
-        ))
+        self.run(py, |pool| {
+            Ok(format!(
+                "<BlockPool {}+{}: {} blocks of {}: {} free, {} cached, {} active, {} reserved, {} pinned>",
+                self.config.placement,
+                self.config.eviction,
+                self.config.num_blocks,
+                self.config.block_size,
+                pool.num_free(),
+                pool.num_cached(),
+                pool.num_active(),
+                pool.num_reserved(),
+                pool.num_pinned()
+            ))
+        })
     }
 }

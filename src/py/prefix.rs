@@ -33,15 +33,18 @@ pub(super) fn prefix_of(
 #[pymethods]
 impl PyPrefix {
     #[new]
-    #[pyo3(signature = (tokens, block_size = None, *, salt = None, hash = "xxh3"))]
+    #[pyo3(signature = (tokens, block_size = None, *, salt = None, hash = None), text_signature = "(tokens, block_size=16, *, salt=None, hash='xxh3')")]
     fn new(
         tokens: &Bound<'_, PyAny>,
         block_size: Option<&Bound<'_, PyAny>>,
         salt: Option<&Bound<'_, PyAny>>,
-        hash: &str,
+        hash: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
+        if tokens.is_instance_of::<Self>() {
+            return Err(super::error::invalid_type("tokens is a Prefix already: give token ids".into()));
+        }
         let block_size = block_size.map_or(Ok(16), |value| args::integer("block_size", value, 1, 1 << 16))?;
-        let kind = HashKind::by_name(hash)?;
+        let kind = HashKind::by_name(&args::text_or("hash", hash, "xxh3")?)?;
         Ok(Self { inner: prefix_of(tokens, salt, block_size as usize, kind)? })
     }
 

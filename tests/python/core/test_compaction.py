@@ -254,7 +254,6 @@ def test_required_contiguity_is_cured() -> None:
     pool.validate()
 
 
-@pytest.mark.xfail(strict=True, reason="largest_run and pages split a sequence over single holes")
 @pytest.mark.parametrize("objective", ["largest_run", "pages"])
 def test_required_contiguity_survives_compaction(objective: str) -> None:
     # Blocks 0-7: free free S S X free Y free. S may go to 5 and 7 alone, in two runs.
@@ -269,7 +268,6 @@ def test_required_contiguity_survives_compaction(objective: str) -> None:
     assert pool.num_runs(s) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="moves go into the run promised to a sequence")
 def test_required_contiguity_keeps_promises_in_compaction() -> None:
     pool = make_pool(8, contiguity="required", blocks_per_page=4)
     a = pool.create([1] * 8, reserve_tokens=8)

@@ -104,7 +104,6 @@ def test_holdings() -> None:
     assert make_pool().holdings() == []
 
 
-@pytest.mark.xfail(strict=True, reason="the count overwrites the tag's value")
 def test_holdings_by_a_tag_that_is_called_like_a_column() -> None:
     pool = make_pool()
     pool.create([1], tags={"blocks": "mine"})
@@ -140,7 +139,6 @@ def test_audit() -> None:
     assert pool.audit([])["overdue_pins"][0]["overdue_seconds"] == 0.5
 
 
-@pytest.mark.xfail(strict=True, reason="the clock is truncated to milliseconds, not rounded")
 def test_audit_by_the_pools_clock_is_exact() -> None:
     pool = make_pool()
     pool.pin(pool.create([1]), deadline=1.0)

@@ -61,7 +61,6 @@ def test_salts_and_tenants_share_nothing() -> None:
     assert pool.lookup(range(8), salt=3) == 0
 
 
-@pytest.mark.xfail(strict=True, reason="lone surrogates are replaced: their salts collide")
 def test_salts_with_lone_surrogates_do_not_collide() -> None:
     pool = make_pool()
     try:

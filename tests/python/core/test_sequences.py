@@ -416,7 +416,6 @@ def test_required_contiguity_keeps_the_run_it_promised() -> None:
     pool.validate()
 
 
-@pytest.mark.xfail(strict=True, reason="a cached block inside a promised run is pinned or hit away")
 @pytest.mark.parametrize("how", ["pin", "hit"])
 def test_required_contiguity_keeps_cached_blocks_it_promised(how: str) -> None:
     pool = make_pool(5, contiguity="required")

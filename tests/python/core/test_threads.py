@@ -253,10 +253,6 @@ GARBAGE = """
 """
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="the lock is held while Python objects are made: a collection may come back in",
-)
 @pytest.mark.parametrize(
     "call",
     [
