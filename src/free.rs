@@ -480,13 +480,18 @@ impl FreeBlocks {
     /// Retains the content of a block that is cached or in use; see [`Retention::retain`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an id out of range.
+    /// [`Error::InvalidArgument`] for an id out of range or a clean block.
     pub fn retain(&mut self, id: BlockId, priority: u8, until: u64) -> Result<()> {
-        if self.place_of(id)? == Place::Candidate {
-            self.placement.remove(id);
-            self.candidates -= 1;
-            self.place[id.index()] = Place::Cached;
-            self.eviction.push(&[id]);
+        match self.place_of(id)? {
+            // What it holds next is other content.
+            Place::Clean => return Err(Error::invalid("block", id, "is clean: nothing to retain")),
+            Place::Candidate => {
+                self.placement.remove(id);
+                self.candidates -= 1;
+                self.place[id.index()] = Place::Cached;
+                self.eviction.push(&[id]);
+            }
+            Place::Cached | Place::Out => {}
         }
         let evictable = self.place[id.index()] == Place::Cached;
         self.eviction.retain(id, priority, until, evictable);

@@ -1,6 +1,7 @@
 """Types of the Rust core. Blocks are ``int`` ids in ``range(num_blocks)``; sizes say their unit."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence as _Seq
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as _Seq
 from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
@@ -48,7 +49,12 @@ class Prefix:
     """A prompt with its chained block hashes, computed once and usable with pools of the same block size and hash."""
 
     def __new__(
-        cls, tokens: _Tokens, block_size: int = 16, *, salt: _Salt = None, hash: Literal["xxh3", "blake3"] = "xxh3"
+        cls,
+        tokens: _Tokens,
+        block_size: int = 16,
+        *,
+        salt: _Salt = None,
+        hash: Literal["xxh3", "blake3"] = "xxh3",
     ) -> Prefix: ...
     @property
     def num_tokens(self) -> int: ...
@@ -67,7 +73,9 @@ class MissReport:
     @property
     def num_tokens(self) -> int: ...
     @property
-    def reason(self) -> Literal["full_hit", "empty_cache", "diverged", "evicted", "never_committed", "other_salt"]:
+    def reason(
+        self,
+    ) -> Literal["full_hit", "empty_cache", "diverged", "evicted", "never_committed", "other_salt"]:
         """``diverged``: a cached neighbour continues the same prefix with other tokens."""
     @property
     def block_index(self) -> int:
@@ -149,7 +157,12 @@ class FreeBlocks:
     @property
     def largest_run(self) -> int: ...
     def take(
-        self, n: int, *, after: int | None = None, contiguous: bool = False, out: npt.NDArray[np.int32] | None = None
+        self,
+        n: int,
+        *,
+        after: int | None = None,
+        contiguous: bool = False,
+        out: npt.NDArray[np.int32] | None = None,
     ) -> npt.NDArray[np.int32] | int:
         """Hand out ``n`` blocks, evicting cached ones as needed.
 
@@ -242,7 +255,9 @@ class BlockPool:
         ``reserve_tokens`` promises room for that many tokens beyond the prompt. ``commit`` makes the full blocks
         findable at once (as vLLM does) instead of after ``commit()``.
         """
-    def append(self, seqs: _Batch, n_tokens: int | npt.NDArray[np.integer[Any]] | _Seq[int] = 1) -> list[tuple[int, int]]:
+    def append(
+        self, seqs: _Batch, n_tokens: int | npt.NDArray[np.integer[Any]] | _Seq[int] = 1
+    ) -> list[tuple[int, int]]:
         """Make room for ``n_tokens`` more tokens in each sequence (all or nothing for the batch).
 
         Returns the copy-on-write pairs (source block, destination block) to copy before anything is written.
@@ -261,7 +276,13 @@ class BlockPool:
         (all sequences' new tokens end to end; ``counts`` each, default equal shares): ids of generated tokens.
         Returns how many blocks were replaced by an equal cached one (``deduplicate=True``).
         """
-    def fork(self, seq: Sequence | int, *, owner: str | None = None, tags: Mapping[str, str] | None = None) -> Sequence: ...
+    def fork(
+        self,
+        seq: Sequence | int,
+        *,
+        owner: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> Sequence: ...
     def truncate(self, seq: Sequence | int, num_tokens: int) -> None: ...
     def reserve(self, seq: Sequence | int, num_tokens: int) -> None:
         """Promise room for ``num_tokens`` tokens beyond those appended (replaces an earlier promise; 0 ends it)."""
@@ -292,7 +313,9 @@ class BlockPool:
         """Hit tokens of this prompt now (all full blocks counted); takes nothing."""
     def lookup_many(self, prefixes: _Seq[Prefix]) -> npt.NDArray[np.int64]: ...
     def explain_miss(self, tokens: _Tokens, *, salt: _Salt = None) -> MissReport: ...
-    def retain(self, tokens: _Tokens, *, priority: int = 1, ttl: float | None = None, salt: _Salt = None) -> int:
+    def retain(
+        self, tokens: _Tokens, *, priority: int = 1, ttl: float | None = None, salt: _Salt = None
+    ) -> int:
         """Keep the cached blocks of this prefix longer: higher priority (0..100) is evicted later, for ``ttl`` seconds.
 
         Returns how many blocks it applies to. Blocks being used count too. Priority 0 ends a retention.
@@ -308,7 +331,11 @@ class BlockPool:
     def now(self, seconds: float) -> None: ...
     # pins
     def pin(
-        self, what: Sequence | int | npt.NDArray[np.int32] | _Seq[int], *, owner: str | None = None, deadline: float | None = None
+        self,
+        what: Sequence | int | npt.NDArray[np.int32] | _Seq[int],
+        *,
+        owner: str | None = None,
+        deadline: float | None = None,
     ) -> Pin: ...
     def unpin(self, pin: Pin | int) -> None: ...
     # compaction

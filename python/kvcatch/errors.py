@@ -1,5 +1,4 @@
-"""Every exception kvcatch raises on purpose, with the offending value as an attribute and in the
-message.
+"""Every exception kvcatch raises on purpose, with the offending value in its message.
 
 A call that raises one of these has changed nothing. The Rust core raises these very classes.
 """

@@ -40,11 +40,20 @@ impl PyPrefix {
         salt: Option<&Bound<'_, PyAny>>,
         hash: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Self> {
-        if tokens.is_instance_of::<Self>() {
-            return Err(super::error::invalid_type("tokens is a Prefix already: give token ids".into()));
+        let block_size = block_size.map(|value| args::integer("block_size", value, 1, 1 << 16)).transpose()?;
+        let hash = hash.map(|value| args::text("hash", value)).transpose()?;
+        if let Ok(prefix) = tokens.cast::<Self>() {
+            let inner = &prefix.get().inner;
+            let other_size = block_size.filter(|&size| size != inner.block_size() as i64);
+            let other_hash = hash.filter(|hash| hash != inner.kind().name());
+            if let Some(other) = other_size.map(|size| size.to_string()).or(other_hash) {
+                let reason = format!("this Prefix has blocks of {} and {}", inner.block_size(), inner.kind().name());
+                return Err(super::error::invalid_argument(format!("{other}: {reason}; hash the tokens anew")));
+            }
+            return Ok(Self { inner: prefix_of(tokens, salt, inner.block_size(), inner.kind())? });
         }
-        let block_size = block_size.map_or(Ok(16), |value| args::integer("block_size", value, 1, 1 << 16))?;
-        let kind = HashKind::by_name(&args::text_or("hash", hash, "xxh3")?)?;
+        let kind = HashKind::by_name(hash.as_deref().unwrap_or("xxh3"))?;
+        let block_size = block_size.unwrap_or(16);
         Ok(Self { inner: prefix_of(tokens, salt, block_size as usize, kind)? })
     }
 

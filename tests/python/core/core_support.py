@@ -33,7 +33,12 @@ def state(pool: kvcatch.BlockPool, *, refusals: bool = True) -> str:
         pool.largest_run,
         pool.now,
     ]
-    return json.dumps([snapshot, details, counts, tables(pool), pool.holdings()], sort_keys=True)
+    text = json.dumps([snapshot, details, counts, tables(pool), pool.holdings()], sort_keys=True)
+    # Handles differ from pool to pool: what is compared is their rank.
+    handles = [seq.id for seq in pool.sequences()] + [pin["id"] for pin in snapshot["pins"]]
+    for rank, handle in enumerate(handles):
+        text = text.replace(str(handle), f"#{rank}")
+    return text
 
 
 def drain(pool: kvcatch.BlockPool) -> list[int]:

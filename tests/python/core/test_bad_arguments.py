@@ -243,7 +243,7 @@ COUNTS = [
 ]
 HANDLES = [
     Bad("stale", lambda kit: kit.stale, "8589934594", StaleHandle),
-    Bad("foreign", lambda kit: kit.foreign, "8", StaleHandle),
+    Bad("foreign", lambda kit: kit.foreign, None, StaleHandle),
     value(UNKNOWN_RAW, StaleHandle),
     value(STALE_RAW, StaleHandle),
     value(-1, StaleHandle),
@@ -261,7 +261,7 @@ BATCHES = [
     Bad("twice", lambda kit: [kit.a, kit.b, kit.a], "0", InvalidArgument),
     Bad("twice array", lambda kit: np.array([kit.b.id, kit.b.id]), "1", InvalidArgument),
     Bad("int64 stale", lambda kit: np.array([kit.a.id, STALE_RAW]), str(STALE_RAW), StaleHandle),
-    Bad("int32 unknown", lambda kit: np.array([0, UNKNOWN_RAW], np.int32), "999983", StaleHandle),
+    Bad("int32 unknown", lambda kit: np.array([UNKNOWN_RAW, 0], np.int32), "999983", StaleHandle),
     Bad("uint64 huge", lambda _: np.array([2**64 - 1], np.uint64), str(2**64 - 1), InvalidArgument),
     Bad("stale alone", lambda kit: kit.stale, None, StaleHandle),
     *arrays(),
@@ -291,7 +291,7 @@ SECONDS = [
     *[
         Bad(repr(bad), lambda _, b=bad: b, shown, InvalidArgument)
         for bad, shown in (
-            (math.nan, "NaN"),
+            (math.nan, "nan"),
             (math.inf, "inf"),
             (-math.inf, "-inf"),
             (1e300, "1e300"),
@@ -658,7 +658,7 @@ CALLS: dict[str, tuple[Callable[[Kit, Any], Any], list[Bad]]] = {
             *SECONDS[:5],
             *[
                 Bad(repr(bad), lambda _, b=bad: b, shown, InvalidArgument)
-                for bad, shown in ((0, "0"), (-1.0, "-1"), (math.nan, "NaN"), (math.inf, "inf"))
+                for bad, shown in ((0, "0"), (-1.0, "-1"), (math.nan, "nan"), (math.inf, "inf"))
             ],
         ],
     ),
@@ -942,7 +942,7 @@ def test_other_buffers_and_sequences_are_fine() -> None:
     pool.append({seqs[0], seqs[1]}, np.array([1, 2]))
     pool.append(np.array([seqs[2].id, 99, seqs[3].id])[::2])
     pool.free(seqs[4].id)
-    pool.free(np.array([seqs[5].id], np.uint8))
+    pool.free(np.array([seqs[5].id], np.uint64))
     pool.validate()
 
 
@@ -969,7 +969,7 @@ def test_an_empty_batch_commits_no_tokens() -> None:
 
 
 def test_a_pin_is_no_sequence() -> None:
-    pool = BlockPool(8, 4)
+    pool = BlockPool(8, 4, manual_clock=True)
     seq = pool.create([1, 2, 3])
     pin = pool.pin(seq)
     before = state(pool)
@@ -983,7 +983,7 @@ def test_a_pin_is_no_sequence() -> None:
 
 
 def test_a_handle_of_another_pool_is_never_this_ones() -> None:
-    mine, other = BlockPool(8, 4), BlockPool(8, 4)
+    mine, other = BlockPool(8, 4, manual_clock=True), BlockPool(8, 4, manual_clock=True)
     seq, foreign = mine.create([1, 2, 3]), other.create([1, 2, 3])
     pin = mine.pin(seq)
     foreign_pin = other.pin(foreign)
