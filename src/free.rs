@@ -271,15 +271,25 @@ impl FreeBlocks {
         let at = out.len();
         let hint = Hint { after: request.after, left: self.len() - n };
         self.choose(n, hint, out);
-        let (mut clean, mut lost) = (0, evicted.len());
-        for &id in &out[at..] {
-            match std::mem::replace(&mut self.place[id.index()], Place::Out) {
-                Place::Clean => clean += 1,
-                Place::Candidate => evicted.push(id),
-                Place::Cached | Place::Out => {
-                    return Err(Error::corrupt(format!("block {id} was handed out twice")));
+        let (mut clean, mut lost, mut twice) = (0, evicted.len(), None);
+        let places = &mut self.place;
+        placement::for_each_stretch(&out[at..], |start, len| {
+            let stretch = &mut places[start as usize..(start + len) as usize];
+            if stretch.iter().fold(true, |all, &place| all & (place == Place::Clean)) {
+                clean += stretch.len();
+            } else {
+                for (id, &place) in (start..).map(BlockId).zip(stretch.iter()) {
+                    match place {
+                        Place::Clean => clean += 1,
+                        Place::Candidate => evicted.push(id),
+                        Place::Cached | Place::Out => twice = Some(id),
+                    }
                 }
             }
+            stretch.fill(Place::Out);
+        });
+        if let Some(id) = twice {
+            return Err(Error::corrupt(format!("block {id} was handed out twice")));
         }
         self.clean -= clean;
         if evicted.len() > lost {
@@ -365,23 +375,35 @@ impl FreeBlocks {
         Ok(())
     }
 
-    fn leave_out(&mut self, ids: &[BlockId], place: Place) -> Result<()> {
-        for (i, &id) in ids.iter().enumerate() {
-            let refused = match self.place.get(id.index()) {
-                Some(Place::Out) => {
-                    self.place[id.index()] = place;
-                    continue;
-                }
-                Some(_) => Error::DoubleFree { block: id },
-                None => self.out_of_range(id),
+    /// Blocks that were handed out are somewhere else now, all or none.
+    fn mark(&mut self, ids: &[BlockId], place: Place) -> Result<()> {
+        let (places, mut marked, mut refused) = (&mut self.place, 0, false);
+        placement::for_each_stretch(ids, |start, len| {
+            let Some(stretch) = places.get_mut(start as usize..start as usize + len as usize) else {
+                refused = true;
+                return;
             };
-            for undo in &ids[..i] {
-                self.place[undo.index()] = Place::Out;
+            if refused || !stretch.iter().fold(true, |all, &now| all & (now == Place::Out)) {
+                refused = true;
+                return;
             }
-            return Err(refused);
+            stretch.fill(place);
+            marked += len as usize;
+        });
+        if !refused {
+            return Ok(());
         }
-        self.placement.released(ids);
-        Ok(())
+        for undo in &ids[..marked] {
+            self.place[undo.index()] = Place::Out;
+        }
+        // The one to name: out of range, not handed out, or given twice in this call.
+        let mut seen = std::collections::HashSet::new();
+        for &id in ids {
+            if self.place_of(id)? != Place::Out || !seen.insert(id) {
+                return Err(Error::DoubleFree { block: id });
+            }
+        }
+        Err(Error::corrupt("blocks were refused for no reason"))
     }
 
     /// Blocks come back with nothing in them. Under `queue` the first is the first to go again.
@@ -389,9 +411,9 @@ impl FreeBlocks {
     /// # Errors
     /// [`Error::DoubleFree`] when one is not handed out; nothing is changed then.
     pub fn give_clean(&mut self, ids: &[BlockId]) -> Result<()> {
-        self.leave_out(ids, Place::Clean)?;
+        self.mark(ids, Place::Clean)?;
         self.eviction.forget_all(ids);
-        self.placement.insert(ids);
+        self.placement.give(ids);
         self.clean += ids.len();
         Ok(())
     }
@@ -401,7 +423,8 @@ impl FreeBlocks {
     /// # Errors
     /// [`Error::DoubleFree`] when one is not handed out; nothing is changed then.
     pub fn give_cached(&mut self, ids: &[BlockId]) -> Result<()> {
-        self.leave_out(ids, Place::Cached)?;
+        self.mark(ids, Place::Cached)?;
+        self.placement.released(ids);
         self.eviction.push(ids);
         Ok(())
     }

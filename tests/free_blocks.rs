@@ -534,7 +534,7 @@ impl Machine {
         assert_eq!(free.num_clean(), model.count(Is::Clean));
         assert_eq!(free.num_cached(), model.count(Is::Cached));
         assert_eq!(free.len(), free.num_clean() + free.num_cached());
-        assert_eq!(free.is_empty(), free.len() == 0);
+        assert_eq!(free.is_empty(), model.count(Is::Out) == model.is.len());
         assert_eq!(free.num_evictions(), model.evictions);
         assert_eq!(free.largest_run(), model.longest(|is| is != Is::Out));
         assert_eq!(free.largest_clean_run(), model.longest(|is| is == Is::Clean));

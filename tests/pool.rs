@@ -153,7 +153,7 @@ fn op() -> impl Strategy<Value = Op> {
         3 => pick().prop_map(|seq| Op::Fork { seq }),
         3 => (pick(), 0..30u8).prop_map(|(seq, num_tokens)| Op::Truncate { seq, num_tokens }),
         2 => (pick(), 0..40u8).prop_map(|(seq, num_tokens)| Op::Reserve { seq, num_tokens }),
-        6 => prop::collection::vec(pick(), 1..4).prop_map(|batch| Op::Free { batch }),
+        4 => prop::collection::vec(pick(), 1..4).prop_map(|batch| Op::Free { batch }),
         1 => prop::collection::vec(0..42u8, 0..4).prop_map(|blocks| Op::PinBlocks { blocks }),
         1 => pick().prop_map(|seq| Op::PinSequence { seq }),
         3 => pick().prop_map(|pin| Op::Unpin { pin }),
@@ -214,6 +214,8 @@ struct Seq {
     table: Vec<usize>,
     /// The last block may be shared or findable: forked, cut or replaced since it was last looked at.
     unsure: bool,
+    /// All of the run promised under strict contiguity was there to be promised.
+    secured: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -235,12 +237,15 @@ enum State {
     Active,
 }
 
+/// Slots of a block and what is in them.
+type Readable = Vec<(usize, u64)>;
+
 struct Model {
     setup: Setup,
     seqs: BTreeMap<i64, Seq>,
     pins: BTreeMap<i64, Vec<usize>>,
     /// What a pinned block held for those who could find or own it, per pin and block.
-    pinned_content: BTreeMap<i64, Vec<(usize, Vec<(usize, u64)>)>>,
+    pinned_content: BTreeMap<i64, Vec<(usize, Readable)>>,
     /// Prefix under which a block is findable: salt and all tokens up to its end.
     index: Vec<Option<(usize, Vec<u32>)>>,
     kv: Vec<u64>,
@@ -390,6 +395,15 @@ impl Model {
             self.index[b] = None;
             self.changes[b] += 1;
         }
+        let secured = self.is_promise_kept(raw);
+        self.seqs.get_mut(&raw).unwrap().secured = secured;
+    }
+
+    /// Whether the run promised to a sequence can be handed out, and holds nothing that could be hit.
+    fn is_promise_kept(&self, raw: i64) -> bool {
+        let (seq, states) = (&self.seqs[&raw], self.states());
+        let last = seq.table.last().copied().unwrap_or_default();
+        seq.table.is_empty() || (last + 1..=last + seq.reserved).all(|b| states.get(b) == Some(&State::Clean))
     }
 
     /// Blocks that nobody holds any more, and that nobody can find, have changed.
@@ -419,7 +433,7 @@ impl Model {
     }
 
     /// What a transfer may read of a block: the slots that hold KV for somebody, and what is in them.
-    fn readable(&self, block: usize) -> Vec<(usize, u64)> {
+    fn readable(&self, block: usize) -> Readable {
         let size = self.size();
         let committed = |seq: &Seq| {
             let k = seq.table.iter().position(|&b| b == block)?;
@@ -672,7 +686,17 @@ impl Machine {
         counters.prompt_tokens += len as u64;
         counters.hit_tokens += (hits * size) as u64;
         let (committed, hit_tokens) = (hits * size, hits * size);
-        let seq = Seq { salt, tokens, num_tokens, committed, reserved: promised, hit_tokens, table, unsure: false };
+        let seq = Seq {
+            salt,
+            tokens,
+            num_tokens,
+            committed,
+            reserved: promised,
+            hit_tokens,
+            table,
+            unsure: false,
+            secured: false,
+        };
         self.model.seqs.insert(raw, seq);
         self.model.clear_promise(raw);
         if commit {
@@ -689,7 +713,7 @@ impl Machine {
         self.batch(raws, |i, seq| {
             let blocks = model.blocks_for(seq.num_tokens + counts[i]) - seq.table.len();
             let mut copy = false;
-            if counts[i] > 0 && seq.num_tokens % size != 0 {
+            if counts[i] > 0 && !seq.num_tokens.is_multiple_of(size) {
                 let last = *seq.table.last().unwrap();
                 let gone = leaving.iter().filter(|&&b| b == last).count();
                 // A pinned block must not change under its reader.
@@ -717,11 +741,11 @@ impl Machine {
                 continue;
             }
             if let Some(last) = seq.table.last() {
-                (last + 1..=last + seq.reserved).for_each(|b| drop(kept.remove(&b)));
+                kept.retain(|b| !(last + 1..=last + seq.reserved).contains(b));
             }
-            // What is still promised stays promised, behind the new last block; a copy needs a place for both.
+            // What is still promised stays promised, behind the new last block; a new run needs a place for both.
             let promised = seq.reserved - seq.reserved.min(blocks);
-            let start = self.model.best_run(n + if copy { promised } else { 0 }, after, &kept)?;
+            let start = self.model.best_run(n + if after.is_none() { promised } else { 0 }, after, &kept)?;
             kept.extend(start..start + n + promised);
             starts.push(start);
         }
@@ -761,7 +785,7 @@ impl Machine {
             let fresh = blocks + usize::from(copy);
             let table = ids(&self.pool.sequences().get(raw).unwrap().blocks);
             let seq = self.model.seqs.get_mut(&raw).unwrap();
-            let partial = counts[i] > 0 && seq.num_tokens % self.model.setup.block_size != 0;
+            let partial = counts[i] > 0 && !seq.num_tokens.is_multiple_of(self.model.setup.block_size);
             let keep = seq.table.len() - usize::from(copy);
             assert_eq!(table[..keep], seq.table[..keep], "growth changed the table before its end");
             let new = table[keep..].to_vec();
@@ -791,7 +815,7 @@ impl Machine {
         let left: Vec<usize> = pairs.iter().map(|pair| pair.0).collect();
         self.model.let_go(&left);
         self.model.copy(&pairs);
-        for (&raw, _) in raws.iter().zip(&needs).filter(|(_, need)| need.1) {
+        for (&raw, _) in raws.iter().zip(&needs).filter(|(_, need)| need.0 > 0 || need.1) {
             self.model.clear_promise(raw);
         }
         for (&raw, &count) in raws.iter().zip(counts) {
@@ -806,15 +830,17 @@ impl Machine {
     /// After the pool committed: each sequence of the batch now has `known` written.
     fn committed(&mut self, raws: &[i64], known: &[usize], deduplicate: bool, replaced: usize) {
         let size = self.model.size();
+        // A block from elsewhere would split a sequence that must lie in one run.
+        let deduplicate = deduplicate && !self.model.setup.contiguous;
         let mut times = 0;
         for (&raw, &known) in raws.iter().zip(known) {
             let first = self.model.seqs[&raw].committed / size;
             let new = self.model.commit(raw, known);
             let table = ids(&self.pool.sequences().get(raw).unwrap().blocks);
-            let mut before = times;
-            for k in first..known / size {
+            let before = times;
+            for (k, &twin) in table.iter().enumerate().take(known / size).skip(first) {
                 let seq = &self.model.seqs[&raw];
-                let (own, twin) = (seq.table[k], table[k]);
+                let own = seq.table[k];
                 let prefix = seq.tokens[..(k + 1) * size].to_vec();
                 let equal = self.model.findable(seq.salt, &prefix).any(|b| b != own);
                 let private = self.model.refs(own) == 1 && self.model.pin_count(own) == 0;
@@ -830,11 +856,9 @@ impl Machine {
                 self.model.let_go(&[own]);
                 times += 1;
             }
-            if before != times {
-                before = times;
+            if times > before {
                 self.model.seqs.get_mut(&raw).unwrap().unsure = true;
             }
-            times = before;
         }
         assert_eq!(replaced, times, "number of blocks replaced");
         self.model.counters.blocks_deduplicated += times as u64;
@@ -907,7 +931,7 @@ impl Machine {
         assert!(!self.ever.contains(&child), "handle {child} is not new");
         let parent = self.model.seqs.get_mut(&raw).unwrap();
         parent.unsure = true;
-        let copy = Seq { reserved: 0, ..parent.clone() };
+        let copy = Seq { reserved: 0, secured: false, ..parent.clone() };
         self.model.seqs.insert(child, copy);
         self.model.counters.forked += 1;
         self.ever.push(child);
@@ -949,7 +973,7 @@ impl Machine {
                 let mut kept = self.model.promised_runs();
                 let last = seq.table.last().copied();
                 if let Some(last) = last {
-                    (last + 1..=last + seq.reserved).for_each(|b| drop(kept.remove(&b)));
+                    kept.retain(|b| !(last + 1..=last + seq.reserved).contains(b));
                 }
                 let no_run = || {
                     self.model.setup.contiguous && last.is_some() && self.model.best_run(blocks, last, &kept).is_none()
@@ -1058,14 +1082,18 @@ impl Machine {
     }
 
     fn cells(&self) -> Vec<Cell> {
-        let states = self.model.states();
+        let model = &self.model;
+        // Under strict contiguity whoever was promised a run stays where it is, and so does the run.
+        let staying = model.seqs.values().filter(|seq| model.setup.contiguous && seq.reserved > 0);
+        let staying: BTreeSet<usize> =
+            staying.flat_map(|seq| seq.table.iter().copied()).chain(model.promised_runs()).collect();
         let cell = |(b, state): (usize, &State)| match state {
-            _ if self.model.pin_count(b) > 0 => Cell::Fixed,
+            _ if model.pin_count(b) > 0 || (model.setup.contiguous && staying.contains(&b)) => Cell::Fixed,
             State::Null => Cell::Fixed,
             State::Clean => Cell::Free,
             _ => Cell::Movable,
         };
-        states.iter().enumerate().map(cell).collect()
+        model.states().iter().enumerate().map(cell).collect()
     }
 
     fn plan(&mut self, objective: Objective, max_moves: Option<usize>, some: Option<i64>) -> Outcome {
@@ -1079,15 +1107,33 @@ impl Machine {
             (_, Ok(plan)) => {
                 plan.plan.validate(&self.cells()).unwrap();
                 assert!(max_moves.is_none_or(|most| plan.plan.len() <= most), "more moves than allowed");
+                if let Objective::LargestRun(n) = objective {
+                    assert!(plan.plan.gain.largest_run_after >= n, "the run is not made");
+                }
+                self.check_runs(&plan, objective, some);
                 let named = plan.plan.src.iter().chain(&plan.plan.dst).map(|id| id.index());
                 let changes = named.map(|b| (b, self.model.changes[b])).collect();
                 self.plans.push(MadePlan { plan, changes, fresh: true });
                 Ok(())
             }
-            // Only a run that cannot be made is refused.
+            // Only a run that cannot be made is refused, or what would split a sequence that must lie in one run.
             (_, Err(error)) => {
-                assert!(matches!(objective, Objective::LargestRun(_)), "{objective:?} is refused: {error}");
+                let strict = self.model.setup.contiguous;
+                assert!(strict || matches!(objective, Objective::LargestRun(_)), "{objective:?} is refused: {error}");
                 Err(error.into())
+            }
+        }
+    }
+
+    /// Where one run is required, and for what was planned to have fewer, no sequence may end in more runs.
+    fn check_runs(&self, made: &CompactionPlan, objective: Objective, some: Option<i64>) {
+        let remap = made.plan.remap(self.model.setup.num_blocks);
+        let runs = |table: &[usize]| 1 + table.windows(2).filter(|pair| pair[1] != pair[0] + 1).count();
+        for (&raw, seq) in &self.model.seqs {
+            let planned = objective == Objective::Runs && some.is_none_or(|some| some == raw);
+            if planned || self.model.setup.contiguous {
+                let moved: Vec<usize> = seq.table.iter().map(|&b| remap[b].index()).collect();
+                assert!(runs(&moved) <= runs(&seq.table), "{raw} ends in more runs: {:?} -> {moved:?}", seq.table);
             }
         }
     }
@@ -1117,9 +1163,14 @@ impl Machine {
             self.model.counters.blocks_moved += round.len() as u64;
         }
         if made.fresh {
-            let gain = plan.gain;
-            assert_eq!(self.model.longest(&[State::Clean]), gain.largest_run_after as usize, "predicted gain");
-            assert_eq!(self.pool.stats().pages.empty, gain.empty_pages_after as usize, "predicted gain");
+            // Counted over what is free for a plan: promised runs are not.
+            let cells = self.cells();
+            let free: Vec<bool> = cells.iter().map(|&cell| cell == Cell::Free).collect();
+            let longest = free.split(|&free| !free).map(<[bool]>::len).max();
+            assert_eq!(longest, Some(plan.gain.largest_run_after as usize), "predicted longest run");
+            let pages = free.chunks(self.model.setup.blocks_per_page);
+            let empty = pages.filter(|page| page.iter().all(|&free| free)).count();
+            assert_eq!(empty, plan.gain.empty_pages_after as usize, "predicted pages");
         }
         Ok(())
     }
@@ -1160,7 +1211,7 @@ impl Machine {
                     .collect();
                 self.commit_tokens(&raws, &tokens, *deduplicate, *one_short)
             }
-            Op::Decode { tokens, deduplicate } => return self.decode(tokens, *deduplicate).or(Ok(())),
+            Op::Decode { tokens, deduplicate } => self.decode(tokens, *deduplicate).or(Ok(())),
             Op::Fork { seq } => self.fork(self.seq(*seq)),
             Op::Truncate { seq, num_tokens } => self.truncate(self.seq(*seq), usize::from(*num_tokens)),
             Op::Reserve { seq, num_tokens } => self.reserve(self.seq(*seq), usize::from(*num_tokens)),
@@ -1206,7 +1257,7 @@ impl Machine {
                     _ => Objective::LargestRun(u32::from(*blocks)),
                 };
                 let some = some.map(|at| self.seq(at));
-                return self.plan(objective, max_moves.map(usize::from), some);
+                self.plan(objective, max_moves.map(usize::from), some)
             }
             Op::Apply { plan } => self.apply(*plan),
         }
@@ -1247,6 +1298,7 @@ impl Machine {
             assert_eq!(ids(&is.blocks), seq.table, "table of {raw}");
             assert_eq!((is.num_tokens, is.committed, is.reserved), (seq.num_tokens, seq.committed, seq.reserved));
             assert_eq!((&is.tokens, is.hit_tokens), (&seq.tokens, seq.hit_tokens));
+            assert!(!seq.secured || model.is_promise_kept(*raw), "the run promised to {raw} is gone");
             for (at, kv) in kv_of(seq.salt, &seq.tokens).take(seq.committed).enumerate() {
                 let block = seq.table[at / size];
                 assert_eq!(

@@ -139,7 +139,7 @@ class CompactionPlan:
 
 @final
 class FreeBlocks:
-    """All blocks that may be handed out: one placement and one eviction joined. Knows no reference counts, no hashes."""
+    """All blocks that may be handed out: one placement and one eviction. Knows no counts, no hashes."""
 
     def __new__(
         cls, num_blocks: int, *, placement: str = "bitmap", eviction: str = "lru", seed: int = 0
@@ -288,7 +288,7 @@ class BlockPool:
         """Promise room for ``num_tokens`` tokens beyond those appended (replaces an earlier promise; 0 ends it)."""
     def free(self, seqs: _Batch) -> None: ...
     def block_tables(self, seqs: _Batch, out: npt.NDArray[np.int32], *, pad: int = -1) -> None:
-        """Write one row of block ids per sequence into ``out`` (int32, [n, width], C-contiguous), padded with ``pad``."""
+        """Write one row of ids per sequence into ``out`` (int32, [n, width], C-contiguous)."""
     def slot_mapping(
         self,
         seqs: _Batch,

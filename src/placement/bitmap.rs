@@ -78,9 +78,10 @@ impl Bitmap {
 
     /// Keeps up to `room` free blocks behind `owner`; any gap it had is ended first.
     fn start_gap(&mut self, owner: u32, room: usize) {
-        let len = self.runs.run_at(owner + 1).min(room as u32);
+        let whole = self.runs.run_at(owner + 1);
+        let len = whole.min(room as u32);
         if len > 0 {
-            self.runs.remove(owner + 1, len);
+            self.runs.remove_front(Run { start: owner + 1, len: whole }, len);
             self.gap[owner as usize] = len;
             self.owners.insert(owner);
             self.gap_blocks += len as usize;
@@ -91,6 +92,12 @@ impl Bitmap {
     fn gap_owner(&self, id: u32) -> Option<u32> {
         let owner = self.owners.previous(id.checked_sub(1)?)?;
         (id <= owner + self.gap[owner as usize]).then_some(owner)
+    }
+
+    /// Takes the first `len` blocks of a run.
+    fn take_front(&mut self, run: Run, len: u32, out: &mut Vec<BlockId>) {
+        self.runs.remove_front(run, len);
+        out.extend((run.start..run.start + len).map(BlockId));
     }
 
     /// Takes `start..start + len` of the indexed runs.
@@ -134,7 +141,7 @@ impl Bitmap {
         let least = (room / 2).max(1) as u32;
         let fragment = self.fragment(least).or_else(|| self.runs.best_fit(least)).or_else(|| self.runs.largest());
         if let Some(run) = fragment {
-            self.grab(run.start, 1, out);
+            self.take_front(run, 1, out);
             return;
         }
         // Only gaps are left: the middle of the largest, so that both can go on for a while.
@@ -158,7 +165,7 @@ impl Bitmap {
             };
             if largest.len >= need {
                 let roomy = self.runs.best_fit(need.saturating_add(room as u32));
-                self.grab(roomy.unwrap_or(largest).start, need, out);
+                self.take_front(roomy.unwrap_or(largest), need, out);
                 return;
             }
             // A long gap may be worth more than what is left of the unreserved runs.
@@ -175,7 +182,7 @@ impl Bitmap {
             if largest.start.checked_sub(1).and_then(|id| self.gap_owner(id)).is_some() {
                 widest = None;
             }
-            self.grab(largest.start, largest.len, out);
+            self.take_front(largest, largest.len, out);
             need -= largest.len;
         }
     }
@@ -201,9 +208,10 @@ impl Bitmap {
     /// The blocks directly behind `after`: its own gap, then whatever is free behind that.
     fn take_behind(&mut self, after: u32, need: u32, out: &mut Vec<BlockId>) -> u32 {
         self.end_gap(after);
-        let len = self.runs.run_at(after + 1).min(need);
+        let whole = self.runs.run_at(after + 1);
+        let len = whole.min(need);
         if len > 0 {
-            self.grab(after + 1, len, out);
+            self.take_front(Run { start: after + 1, len: whole }, len, out);
         }
         len
     }
@@ -290,6 +298,14 @@ impl Placement for Bitmap {
             self.tails.clear_range(start, len);
             // A gap lies behind a block that was handed out, so inside a stretch there is none.
             self.end_gap(start + len - 1);
+        });
+    }
+
+    fn give(&mut self, ids: &[BlockId]) {
+        for_each_stretch(ids, |start, len| {
+            self.tails.clear_range(start, len);
+            self.end_gap(start + len - 1);
+            self.runs.insert(start, len);
         });
     }
 

@@ -126,6 +126,18 @@ impl BitSet {
             return;
         }
         let (first, last) = (start as usize >> 6, (start + len - 1) as usize >> 6);
+        if first == last {
+            let mask = (u64::MAX >> (64 - len)) << (start & 63);
+            let word = &mut self.levels[0][first];
+            let before = *word;
+            let after = if set { before | mask } else { before & !mask };
+            *word = after;
+            if (before == 0) != (after == 0) {
+                self.change_above(first, set);
+            }
+            self.len = if set { self.len + len as usize } else { self.len - len as usize };
+            return;
+        }
         for word in first..=last {
             let low = if word == first { start & 63 } else { 0 };
             let high = if word == last { (start + len - 1) & 63 } else { 63 };

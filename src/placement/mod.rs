@@ -70,6 +70,12 @@ pub trait Placement: Send + std::fmt::Debug {
     /// A block that was handed out came back (in whatever state): room kept behind it lapses.
     fn released(&mut self, _ids: &[BlockId]) {}
 
+    /// Blocks that were handed out become available: [`Placement::released`] and [`Placement::insert`] in one pass.
+    fn give(&mut self, ids: &[BlockId]) {
+        self.released(ids);
+        self.insert(ids);
+    }
+
     /// Whether victims of eviction join the other candidates before a choice is made. If not, clean blocks go first
     /// and victims follow in eviction order.
     fn mixes_victims(&self) -> bool {
@@ -111,28 +117,40 @@ pub fn by_name(name: &str, num_blocks: usize) -> Result<Box<dyn Placement>> {
     })
 }
 
-/// Calls `f(start, len, ascending)` for every maximal stretch of `ids` that is consecutive upwards or downwards.
+/// How many of the first `ids` are consecutive upwards. Eight at a time, which the compiler turns into vector code.
+fn ascending(ids: &[BlockId]) -> usize {
+    let Some(first) = ids.first() else { return 0 };
+    let mut len = 1;
+    while let Some(eight) = ids.get(len..len + 8) {
+        let base = first.0.wrapping_add(len as u32);
+        let steps = eight.iter().zip(0u32..).fold(true, |all, (id, step)| all & (id.0 == base.wrapping_add(step)));
+        if !steps {
+            break;
+        }
+        len += 8;
+    }
+    while ids.get(len).is_some_and(|id| id.0 == first.0.wrapping_add(len as u32)) {
+        len += 1;
+    }
+    len
+}
+
+/// Calls `f(start, len)` for every maximal stretch of `ids` that is consecutive upwards or downwards.
 ///
 /// `start` is the lowest id of the stretch. A freed sequence comes tail first, so its runs are found as a whole.
 pub(crate) fn for_each_stretch(ids: &[BlockId], mut f: impl FnMut(u32, u32)) {
-    let mut i = 0;
-    while i < ids.len() {
-        let first = ids[i].0;
-        let mut j = i + 1;
-        let up = j < ids.len() && ids[j].0 == first.wrapping_add(1);
-        let down = j < ids.len() && ids[j].0 == first.wrapping_sub(1);
-        if up {
-            while j < ids.len() && ids[j].0 == ids[j - 1].0.wrapping_add(1) {
-                j += 1;
+    let mut rest = ids;
+    while let Some(first) = rest.first() {
+        let mut len = ascending(rest);
+        let mut start = first.0;
+        if len == 1 {
+            while rest.get(len).is_some_and(|id| Some(id.0) == first.0.checked_sub(len as u32)) {
+                len += 1;
             }
-        } else if down {
-            while j < ids.len() && ids[j].0 == ids[j - 1].0.wrapping_sub(1) {
-                j += 1;
-            }
+            start = first.0 - (len as u32 - 1);
         }
-        let len = (j - i) as u32;
-        f(if down { ids[j - 1].0 } else { first }, len);
-        i = j;
+        f(start, len as u32);
+        rest = &rest[len..];
     }
 }
 

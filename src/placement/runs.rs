@@ -165,6 +165,13 @@ impl RunIndex {
         self.link(start + len, run.start + run.len - (start + len));
     }
 
+    /// Removes the first `len` blocks of a run, as found by a search.
+    pub fn remove_front(&mut self, run: Run, len: u32) {
+        self.unlink(run.start, run.len);
+        self.free.remove_range(run.start, len);
+        self.link(run.start + len, run.len - len);
+    }
+
     /// The run that holds `id`, which must be free.
     #[must_use]
     pub fn run_around(&self, id: u32) -> Run {
@@ -198,11 +205,32 @@ impl RunIndex {
         Some(word * 64 + 63 - self.present[word].leading_zeros() as usize)
     }
 
-    /// Lowest run of an exact class, or the runs of an inexact class: starts of `class` in `chunk`.
+    /// The lowest run of `class` that starts in `chunk`.
+    #[inline]
     fn start_in_chunk(&self, class: usize, chunk: u32) -> Option<u32> {
         let word = self.free.word(chunk as usize);
         let carry = u64::from(chunk > 0 && self.free.contains(chunk * 64 - 1));
         let mut starts = word & !(word << 1 | carry);
+        if class < EXACT {
+            let len = class as u32 + 1;
+            // Bits with `len` set bits from them on; what runs into the next chunk is looked at as well.
+            let mut long = word;
+            let mut have = 1;
+            while have < len {
+                let more = have.min(len - have);
+                long &= long >> more | !(u64::MAX >> more);
+                have += more;
+            }
+            starts &= long;
+            while starts != 0 {
+                let start = chunk * 64 + starts.trailing_zeros();
+                if self.len_at[start as usize] == len {
+                    return Some(start);
+                }
+                starts &= starts - 1;
+            }
+            return None;
+        }
         while starts != 0 {
             let start = chunk * 64 + starts.trailing_zeros();
             if class_of(self.len_at[start as usize]) == class {
@@ -222,7 +250,8 @@ impl RunIndex {
 
     fn smallest_in(&self, class: usize, need: u32) -> Option<Run> {
         if class < EXACT {
-            return self.runs_of(class).next().filter(|run| run.len >= need);
+            let start = self.start_in_chunk(class, self.chunks[class].next(0)?)?;
+            return (self.len_at[start as usize] >= need).then_some(Run { start, len: class as u32 + 1 });
         }
         let fitting = self.runs_of(class).filter(|run| run.len >= need).take(LOOKED_AT);
         fitting.min_by_key(|run| (run.len, run.start))
@@ -247,7 +276,8 @@ impl RunIndex {
     pub fn largest(&self) -> Option<Run> {
         let class = self.last_class()?;
         if class < EXACT {
-            return self.runs_of(class).next();
+            let start = self.start_in_chunk(class, self.chunks[class].next(0)?)?;
+            return Some(Run { start, len: class as u32 + 1 });
         }
         self.runs_of(class).min_by_key(|run| (std::cmp::Reverse(run.len), run.start))
     }

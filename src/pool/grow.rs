@@ -102,9 +102,11 @@ impl BlockPool {
             for id in self.promised_run(last, sequence.reserved) {
                 kept.remove(id);
             }
-            // What is still promised stays promised, behind the new last block; a copy starts a new run with room for it.
+            // What is still promised stays promised, behind the new last block; a new run (a copy, the first block after
+            // everything was cut off) starts where there is room for it.
             let promised = sequence.reserved - sequence.reserved.min(need.blocks);
-            let (after, wanted) = if need.copy { (None, fresh + promised) } else { (last, fresh) };
+            let after = if need.copy { None } else { last };
+            let wanted = if after.is_none() { fresh + promised } else { fresh };
             let Some(start) = self.free.find_run(wanted, after, &kept) else {
                 let what = match after {
                     Some(after) => format!("growth by {fresh} blocks right behind block {after}"),
@@ -149,7 +151,7 @@ impl BlockPool {
         let sequence = self.sequences.get_mut(need.raw)?;
         sequence.blocks = blocks;
         let reserved = sequence.reserved;
-        if need.copy {
+        if need.run.is_some() {
             self.clear_promise(last, reserved)?;
         }
         Ok(copied)
@@ -197,7 +199,8 @@ impl BlockPool {
             let mut sequence = std::mem::take(sequence);
             let first = sequence.committed / block_size;
             self.commit_to(&mut sequence, known);
-            if deduplicate {
+            // Under strict contiguity never: a block from elsewhere would split the sequence, and part it from its promise.
+            if deduplicate && !self.config.contiguous {
                 replaced += self.deduplicate(&mut sequence, first)?;
             }
             *self.sequences.get_mut(raw)? = sequence;
