@@ -387,9 +387,11 @@ impl BlockPool {
         if required > self.available() {
             return Err(self.refuse(format!("a prompt of {len} tokens ({} blocks hit)", hits.len()), required));
         }
-        let run = if self.config.contiguous && fresh > 0 {
+        let run = if self.config.contiguous && fresh + promised > 0 {
+            // Behind the hits only what is promised: without a block of its own, growth goes on right there.
+            let after = if fresh > 0 { None } else { hits.last().copied() };
             let excluded = self.kept_runs(hits);
-            let start = self.free.find_run(fresh + promised, None, &excluded);
+            let start = self.free.find_run(fresh + promised, after, &excluded);
             Some(start.ok_or_else(|| self.refuse(format!("one run of {} blocks", fresh + promised), required))?)
         } else {
             None

@@ -659,9 +659,10 @@ impl Machine {
             Err(Refusal::Invalid("num_tokens"))
         } else if required > model.available() {
             Err(Refusal::OutOfBlocks(model.shortage(required)))
-        } else if model.setup.contiguous && fresh > 0 {
+        } else if model.setup.contiguous && fresh + promised > 0 {
             let kept = model.promised_runs().union(&found.iter().copied().collect()).copied().collect();
-            start = model.best_run(fresh + promised, None, &kept);
+            let after = found.last().copied().filter(|_| fresh == 0);
+            start = model.best_run(fresh + promised, after, &kept);
             if start.is_some() { Ok(()) } else { Err(Refusal::OutOfBlocks(model.shortage(required))) }
         } else {
             Ok(())
