@@ -80,8 +80,8 @@ def append_lengths() -> list[int]:
     return [1_000 + i for i in range(BATCH)]
 
 
-APPEND_POOL = 262_144
-"""Blocks: room for 256 sequences to grow by 10,000 tokens each."""
+APPEND_POOL = 524_288
+"""Blocks: room for 256 sequences to grow by 30,000 tokens each."""
 
 
 def append_batch(placement: str = "bitmap") -> Operation:
@@ -104,7 +104,7 @@ def append_batch(placement: str = "bitmap") -> Operation:
 
 def append_batch_python() -> Operation:
     """The same, sequence by sequence. They keep growing."""
-    return PythonTables(APPEND_POOL, BLOCK_SIZE, append_lengths()).append_all
+    return PythonTables(APPEND_POOL // 4, BLOCK_SIZE, append_lengths()).append_all
 
 
 def prompt_arrays(count: int, first: int = 0) -> list[npt.NDArray[np.int32]]:

@@ -271,25 +271,15 @@ impl FreeBlocks {
         let at = out.len();
         let hint = Hint { after: request.after, left: self.len() - n };
         self.choose(n, hint, out);
-        let (mut clean, mut lost, mut twice) = (0, evicted.len(), None);
-        let places = &mut self.place;
-        placement::for_each_stretch(&out[at..], |start, len| {
-            let stretch = &mut places[start as usize..(start + len) as usize];
-            if stretch.iter().fold(true, |all, &place| all & (place == Place::Clean)) {
-                clean += stretch.len();
-            } else {
-                for (id, &place) in (start..).map(BlockId).zip(stretch.iter()) {
-                    match place {
-                        Place::Clean => clean += 1,
-                        Place::Candidate => evicted.push(id),
-                        Place::Cached | Place::Out => twice = Some(id),
-                    }
+        let (mut clean, mut lost) = (0, evicted.len());
+        for &id in &out[at..] {
+            match std::mem::replace(&mut self.place[id.index()], Place::Out) {
+                Place::Clean => clean += 1,
+                Place::Candidate => evicted.push(id),
+                Place::Cached | Place::Out => {
+                    return Err(Error::corrupt(format!("block {id} was handed out twice")));
                 }
             }
-            stretch.fill(Place::Out);
-        });
-        if let Some(id) = twice {
-            return Err(Error::corrupt(format!("block {id} was handed out twice")));
         }
         self.clean -= clean;
         if evicted.len() > lost {
@@ -321,6 +311,9 @@ impl FreeBlocks {
 
     /// Victims become candidates until the placement can choose among `wanted` blocks.
     fn nominate(&mut self, wanted: usize) {
+        if self.placement.len() >= wanted {
+            return;
+        }
         let mut nominated = std::mem::take(&mut self.nominated);
         nominated.clear();
         for _ in self.placement.len()..wanted {
@@ -377,33 +370,19 @@ impl FreeBlocks {
 
     /// Blocks that were handed out are somewhere else now, all or none.
     fn mark(&mut self, ids: &[BlockId], place: Place) -> Result<()> {
-        let (places, mut marked, mut refused) = (&mut self.place, 0, false);
-        placement::for_each_stretch(ids, |start, len| {
-            let Some(stretch) = places.get_mut(start as usize..start as usize + len as usize) else {
-                refused = true;
-                return;
-            };
-            if refused || !stretch.iter().fold(true, |all, &now| all & (now == Place::Out)) {
-                refused = true;
-                return;
-            }
-            stretch.fill(place);
-            marked += len as usize;
-        });
-        if !refused {
-            return Ok(());
-        }
-        for undo in &ids[..marked] {
-            self.place[undo.index()] = Place::Out;
-        }
-        // The one to name: out of range, not handed out, or given twice in this call.
-        let mut seen = std::collections::HashSet::new();
-        for &id in ids {
-            if self.place_of(id)? != Place::Out || !seen.insert(id) {
-                return Err(Error::DoubleFree { block: id });
+        for (i, &id) in ids.iter().enumerate() {
+            match self.place.get_mut(id.index()) {
+                Some(now) if *now == Place::Out => *now = place,
+                at => {
+                    let known = at.is_some();
+                    for undo in &ids[..i] {
+                        self.place[undo.index()] = Place::Out;
+                    }
+                    return Err(if known { Error::DoubleFree { block: id } } else { self.out_of_range(id) });
+                }
             }
         }
-        Err(Error::corrupt("blocks were refused for no reason"))
+        Ok(())
     }
 
     /// Blocks come back with nothing in them. Under `queue` the first is the first to go again.

@@ -14,7 +14,7 @@
 #![allow(clippy::expect_used, clippy::unwrap_used, clippy::panic, clippy::print_stdout, missing_docs)]
 
 use std::cell::RefCell;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use kvcatch::compact::{Cell, Objective};
 use kvcatch::error::{Error, Shortage};
@@ -485,6 +485,8 @@ struct Machine {
     ever_pins: Vec<i64>,
     plans: Vec<MadePlan>,
     refused: u64,
+    /// Something was given a priority: it is not evicted in its turn.
+    retained: bool,
 }
 
 fn ids(blocks: &[BlockId]) -> Vec<usize> {
@@ -539,7 +541,7 @@ impl Machine {
         })
         .unwrap();
         let model = Model::new(setup);
-        Self { pool, model, ever: Vec::new(), ever_pins: Vec::new(), plans: Vec::new(), refused: 0 }
+        Self { pool, model, ever: Vec::new(), ever_pins: Vec::new(), plans: Vec::new(), refused: 0, retained: false }
     }
 
     /// Everything a refused call must leave as it was: all but the number of refusals and scratch space.
@@ -997,10 +999,28 @@ impl Machine {
         let predicted = self.batch(raws, |_, _| Ok(()));
         let freed = self.pool.free(raws);
         self.agree(predicted, freed)?;
+        // vLLM's order: a sequence's tail goes before its head, what was freed last is the last to be evicted and, with
+        // nothing in it, the first to be used again.
+        let (mut cached, mut clean) = (Vec::new(), VecDeque::new());
         for raw in raws {
+            let before = self.model.states();
             let seq = self.model.seqs.remove(raw).unwrap();
             self.model.let_go(&seq.table);
             self.model.counters.freed += 1;
+            let after = self.model.states();
+            let became = |state: State| {
+                let now = |&b: &usize| before[b] != state && after[b] == state;
+                seq.table.iter().rev().copied().filter(now).collect::<Vec<_>>()
+            };
+            cached.extend(became(State::Cached));
+            became(State::Clean).into_iter().rev().for_each(|b| clean.push_front(b));
+        }
+        let order = ids(&self.pool.free_blocks().order());
+        if self.model.setup.eviction == "lru" && !self.retained {
+            assert!(order.ends_with(&cached), "evicted in another order: {order:?}, freed {cached:?}");
+        }
+        if self.pool.config().placement == "queue" {
+            assert!(order.starts_with(clean.make_contiguous()), "used in another order: {order:?}, freed {clean:?}");
         }
         Ok(())
     }
@@ -1047,6 +1067,7 @@ impl Machine {
         let predicted = if priority > 100 { Err(Refusal::Invalid("priority")) } else { Ok(()) };
         let retained = self.pool.retain(&prefix, priority, ttl);
         let blocks = self.agree(predicted, retained)?;
+        self.retained |= blocks > 0;
         assert_eq!(blocks, self.model.hits(salt, &tokens));
         Ok(())
     }

@@ -182,16 +182,19 @@ pub(super) fn tokens(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>>
     let most = i64::from(u32::MAX);
     let py = value.py();
     if let Some(typed) = vector::<i32>(value) {
-        let mut values = vec![0u32; typed.item_count()];
         if let Some(source) = typed.as_slice_ptr() {
             // SAFETY: the buffer is held and C-contiguous with this many i32 items; attached, and copied at once.
             #[allow(unsafe_code)]
             let source = unsafe { source.as_ref() };
+            // One pass: the sign bits of all are looked at together.
             let mut seen = 0i32;
-            for (to, &token) in values.iter_mut().zip(source) {
-                seen |= token;
-                *to = token as u32;
-            }
+            let values: Vec<u32> = source
+                .iter()
+                .map(|&token| {
+                    seen |= token;
+                    token as u32
+                })
+                .collect();
             if seen >= 0 {
                 return Ok(values);
             }
