@@ -10,7 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyList, PyString, PyTuple};
 
 use super::error::{invalid_argument, invalid_type};
-use super::pool::PySequence;
+use super::handles::PySequence;
 use crate::ids::BlockId;
 
 /// What a value looks like in a message: its repr, cut short.

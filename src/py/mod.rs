@@ -6,6 +6,7 @@ mod args;
 mod compact;
 mod error;
 mod free;
+mod handles;
 mod pool;
 mod prefix;
 
@@ -29,7 +30,9 @@ mod _core {
     #[pymodule_export]
     use super::free::PyFreeBlocks;
     #[pymodule_export]
-    use super::pool::{PyBlockPool, PyPin, PySequence};
+    use super::handles::{PyPin, PySequence};
+    #[pymodule_export]
+    use super::pool::PyBlockPool;
     #[pymodule_export]
     use super::prefix::{PyMissReport, PyPrefix};
     #[pymodule_export]

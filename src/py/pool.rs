@@ -1,8 +1,6 @@
-//! `BlockPool`, `Sequence` and `Pin`.
+//! `BlockPool`.
 
 use std::collections::BTreeSet;
-use std::collections::hash_map::DefaultHasher;
-use std::hash::{Hash, Hasher};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -14,6 +12,7 @@ use pyo3::types::{PyDict, PyMapping, PyString};
 use super::args::{self, Counts, Output};
 use super::compact::PyCompactionPlan;
 use super::error::{invalid_argument, invalid_type};
+use super::handles::{PyPin, PySequence};
 use super::prefix::{PyMissReport, PyPrefix, prefix_of};
 use crate::compact::Objective;
 use crate::error::{Error, Result};
@@ -21,79 +20,6 @@ use crate::ids::Handle;
 use crate::pool::{Admission, BlockPool, Config};
 use crate::prefix::{HashKind, Prefix};
 use crate::table::count_runs;
-
-/// Handle of one sequence in a pool.
-#[pyclass(frozen, name = "Sequence", module = "kvcatch")]
-pub(super) struct PySequence {
-    pub(super) raw: i64,
-    hit_tokens: usize,
-    owner: Option<String>,
-}
-
-#[pymethods]
-impl PySequence {
-    #[getter]
-    fn id(&self) -> i64 {
-        self.raw
-    }
-
-    #[getter]
-    fn hit_tokens(&self) -> usize {
-        self.hit_tokens
-    }
-
-    #[getter]
-    fn owner(&self) -> Option<&str> {
-        self.owner.as_deref()
-    }
-
-    fn __index__(&self) -> i64 {
-        self.raw
-    }
-
-    fn __hash__(&self) -> u64 {
-        let mut hasher = DefaultHasher::new();
-        self.raw.hash(&mut hasher);
-        hasher.finish()
-    }
-
-    fn __eq__(&self, other: &Bound<'_, PyAny>) -> bool {
-        other.cast::<PySequence>().is_ok_and(|other| other.get().raw == self.raw)
-    }
-
-    fn __repr__(&self) -> String {
-        let owner = self.owner.as_ref().map_or_else(String::new, |owner| format!(", owner {owner:?}"));
-        format!("<Sequence {}: {} tokens hit{owner}>", self.raw, self.hit_tokens)
-    }
-}
-
-/// Handle of a pin.
-#[pyclass(frozen, name = "Pin", module = "kvcatch")]
-pub(super) struct PyPin {
-    raw: i64,
-    blocks: Vec<crate::ids::BlockId>,
-}
-
-#[pymethods]
-impl PyPin {
-    #[getter]
-    fn id(&self) -> i64 {
-        self.raw
-    }
-
-    #[getter]
-    fn blocks<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        args::block_array(py, &self.blocks)
-    }
-
-    fn __index__(&self) -> i64 {
-        self.raw
-    }
-
-    fn __repr__(&self) -> String {
-        format!("<Pin {}: {} blocks>", self.raw, self.blocks.len())
-    }
-}
 
 /// Paged KV-cache blocks.
 #[pyclass(frozen, name = "BlockPool", module = "kvcatch")]
