@@ -116,6 +116,12 @@ impl FreeBlocks {
         self.eviction.name()
     }
 
+    /// Where every block is, by id.
+    #[must_use]
+    pub fn places(&self) -> &[Place] {
+        &self.place
+    }
+
     /// Where the block is.
     ///
     /// # Errors
@@ -370,17 +376,20 @@ impl FreeBlocks {
 
     /// Blocks that were handed out are somewhere else now, all or none.
     fn mark(&mut self, ids: &[BlockId], place: Place) -> Result<()> {
+        let highest = ids.iter().fold(0, |highest, id| highest.max(id.0));
+        let places = self.place.as_mut_slice();
+        if highest as usize >= places.len() {
+            return Err(self.out_of_range(BlockId(highest)));
+        }
         for (i, &id) in ids.iter().enumerate() {
-            match self.place.get_mut(id.index()) {
-                Some(now) if *now == Place::Out => *now = place,
-                at => {
-                    let known = at.is_some();
-                    for undo in &ids[..i] {
-                        self.place[undo.index()] = Place::Out;
-                    }
-                    return Err(if known { Error::DoubleFree { block: id } } else { self.out_of_range(id) });
+            let now = &mut places[id.index()];
+            if *now != Place::Out {
+                for undo in &ids[..i] {
+                    places[undo.index()] = Place::Out;
                 }
+                return Err(Error::DoubleFree { block: id });
             }
+            *now = place;
         }
         Ok(())
     }

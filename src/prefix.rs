@@ -62,17 +62,36 @@ impl HashKind {
     }
 
     /// Appends the hash of every full block of `tokens`, chained from `parent`, to `hashes`.
-    pub fn chain(self, mut parent: u128, tokens: &[u32], block_size: usize, hashes: &mut Vec<u128>) {
+    pub fn chain(self, parent: u128, tokens: &[u32], block_size: usize, hashes: &mut Vec<u128>) {
         hashes.reserve(tokens.len() / block_size);
-        let mut bytes = vec![0u8; 16 + 4 * block_size];
+        let mut chain = Chain::new(self, parent, block_size);
         for block in tokens.chunks_exact(block_size) {
-            bytes[..16].copy_from_slice(&parent.to_le_bytes());
-            for (to, token) in bytes[16..].chunks_exact_mut(4).zip(block) {
-                to.copy_from_slice(&token.to_le_bytes());
-            }
-            parent = self.digest(&bytes);
-            hashes.push(parent);
+            hashes.push(chain.next(block));
         }
+    }
+}
+
+/// Hashes block after block.
+struct Chain {
+    kind: HashKind,
+    parent: u128,
+    bytes: Vec<u8>,
+}
+
+impl Chain {
+    fn new(kind: HashKind, parent: u128, block_size: usize) -> Self {
+        Self { kind, parent, bytes: vec![0; 16 + 4 * block_size] }
+    }
+
+    /// The hash of the next block: of its parent's hash and its tokens.
+    #[inline]
+    fn next(&mut self, block: &[u32]) -> u128 {
+        self.bytes[..16].copy_from_slice(&self.parent.to_le_bytes());
+        for (to, token) in self.bytes[16..].chunks_exact_mut(4).zip(block) {
+            to.copy_from_slice(&token.to_le_bytes());
+        }
+        self.parent = self.kind.digest(&self.bytes);
+        self.parent
     }
 }
 
@@ -186,6 +205,9 @@ pub struct Miss {
 
 const NONE: u32 = u32::MAX;
 
+/// Blocks hashed before they are looked up.
+const GROUP: usize = 64;
+
 /// Finds committed blocks by hash.
 #[derive(Debug)]
 pub struct PrefixIndex {
@@ -275,6 +297,28 @@ impl PrefixIndex {
             let Some(id) = self.find(hash, block) else { return };
             found.push(id);
         }
+    }
+
+    /// How many full blocks of these tokens are cached, hashing little further than the first that is not.
+    #[must_use]
+    pub fn probe(&self, kind: HashKind, root: u128, tokens: &[u32]) -> usize {
+        let mut chain = Chain::new(kind, root, self.block_size);
+        let mut hashes = [0u128; GROUP];
+        let mut found = 0;
+        // Hashed by the group and then looked up by the group: the misses of the memory overlap that way.
+        for group in tokens.chunks(GROUP * self.block_size) {
+            let blocks = group.chunks_exact(self.block_size);
+            for (hash, block) in hashes.iter_mut().zip(blocks.clone()) {
+                *hash = chain.next(block);
+            }
+            let full = blocks.len();
+            let here = blocks.zip(&hashes).take_while(|&(block, &hash)| self.find(hash, block).is_some()).count();
+            found += here;
+            if here < full {
+                break;
+            }
+        }
+        found
     }
 
     /// Makes a full block findable. Of blocks with equal content the oldest is found, as in vLLM.

@@ -94,6 +94,11 @@ impl Bitmap {
         (id <= owner + self.gap[owner as usize]).then_some(owner)
     }
 
+    /// Whether a gap ends right where the run starts.
+    fn is_behind_gap(&self, run: Run) -> bool {
+        run.start.checked_sub(1).is_some_and(|id| self.gap_owner(id).is_some())
+    }
+
     /// Takes the first `len` blocks of a run.
     fn take_front(&mut self, run: Run, len: u32, out: &mut Vec<BlockId>) {
         self.runs.remove_front(run, len);
@@ -179,7 +184,7 @@ impl Bitmap {
                     continue;
                 }
             }
-            if largest.start.checked_sub(1).and_then(|id| self.gap_owner(id)).is_some() {
+            if widest.is_some_and(|whole| whole > 0) && self.is_behind_gap(largest) {
                 widest = None;
             }
             self.take_front(largest, largest.len, out);

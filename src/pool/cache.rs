@@ -20,6 +20,13 @@ impl BlockPool {
         Ok(hit)
     }
 
+    /// [`BlockPool::lookup`] for a prompt that is not hashed yet; stops hashing at the first block not found.
+    #[must_use]
+    pub fn lookup_tokens(&self, tokens: &[u32], salt: &[u8]) -> usize {
+        let root = self.config.hash.root(self.config.block_size, salt);
+        self.index.probe(self.config.hash, root, tokens) * self.config.block_size
+    }
+
     /// Where and why a lookup of this prompt stops.
     ///
     /// # Errors

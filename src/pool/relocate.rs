@@ -24,18 +24,17 @@ impl BlockPool {
     /// Under strict contiguity so do the sequences that a run is promised to, and that run.
     #[must_use]
     pub fn cells(&self) -> Vec<Cell> {
-        let mut cells: Vec<Cell> = (0..self.config.num_blocks as u32)
-            .map(|i| {
-                let id = BlockId(i);
-                if self.pin_counts[id.index()] > 0 || (self.config.null_block && id == super::NULL) {
-                    Cell::Fixed
-                } else if self.free.place_of(id) == Ok(Place::Clean) {
-                    Cell::Free
-                } else {
-                    Cell::Movable
-                }
+        let places = self.free.places().iter().zip(&self.pin_counts);
+        let mut cells: Vec<Cell> = places
+            .map(|(&place, &pins)| match place {
+                _ if pins > 0 => Cell::Fixed,
+                Place::Clean => Cell::Free,
+                _ => Cell::Movable,
             })
             .collect();
+        if self.config.null_block {
+            cells[super::NULL.index()] = Cell::Fixed;
+        }
         if self.config.contiguous {
             for (_, sequence) in self.sequences.iter().filter(|(_, sequence)| sequence.reserved > 0) {
                 let promised = self.promised_run(sequence.blocks.last().copied(), sequence.reserved).map(BlockId);

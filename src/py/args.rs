@@ -208,6 +208,26 @@ pub(super) fn tokens(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<u32>>
     Ok(integers(name, value, 0, most)?.into_iter().map(|token| token as u32).collect())
 }
 
+/// Runs `work` on token ids, in place where they come as a contiguous int32 array and as a copy otherwise.
+pub(super) fn with_tokens<T>(
+    name: &str,
+    value: &Bound<'_, PyAny>,
+    work: impl FnOnce(&[u32]) -> PyResult<T>,
+) -> PyResult<T> {
+    if let Some(typed) = vector::<i32>(value)
+        && let Some(source) = typed.as_slice_ptr()
+    {
+        // SAFETY: the buffer is held and C-contiguous with this many i32 items, read as u32 of the same size. Attached
+        // throughout; a thread that writes the array meanwhile all the same makes the answer wrong, not the memory.
+        #[allow(unsafe_code)]
+        let tokens = unsafe { std::slice::from_raw_parts(source.as_ptr().cast::<u32>(), source.len()) };
+        if tokens.iter().fold(0, |seen, token| seen | token) >> 31 == 0 {
+            return work(tokens);
+        }
+    }
+    work(&tokens(name, value)?)
+}
+
 /// Block ids; range is the core's to check.
 pub(super) fn blocks(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
     if let Some(typed) = vector::<i32>(value)
@@ -217,10 +237,9 @@ pub(super) fn blocks(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<Block
         #[allow(unsafe_code)]
         let source = unsafe { source.as_ref() };
         let ids: Vec<BlockId> = source.iter().map(|&id| BlockId(id as u32)).collect();
-        return match source.iter().position(|&id| id < 0) {
-            None => Ok(ids),
-            Some(i) => Err(out_of_bounds(name, i, i128::from(source[i]), 0, i64::from(i32::MAX))),
-        };
+        if source.iter().fold(0, |seen, id| seen | id) >= 0 {
+            return Ok(ids);
+        }
     }
     let ids = integers(name, value, 0, i64::from(i32::MAX))?;
     Ok(ids.into_iter().map(|id| BlockId(id as u32)).collect())

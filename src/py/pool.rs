@@ -448,8 +448,12 @@ impl PyBlockPool {
         if let (Ok(prefix), None) = (tokens.cast::<PyPrefix>(), salt) {
             return self.run(py, |pool| pool.lookup(&prefix.get().inner));
         }
-        let prefix = self.prefix_of(tokens, salt)?;
-        self.run(py, |pool| pool.lookup(&prefix))
+        if tokens.is_instance_of::<PyPrefix>() {
+            let prefix = self.prefix_of(tokens, salt)?;
+            return self.run(py, |pool| pool.lookup(&prefix));
+        }
+        let salt = args::salt(salt)?;
+        args::with_tokens("tokens", tokens, |tokens| self.run(py, |pool| Ok(pool.lookup_tokens(tokens, &salt))))
     }
 
     fn lookup_many<'py>(&self, py: Python<'py>, prefixes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
