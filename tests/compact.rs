@@ -5,6 +5,7 @@ use std::collections::{HashMap, VecDeque};
 
 use kvcatch::compact::{
     Cell, Objective, Plan, PlanError, PoolView, count_runs, plan_compaction, plan_largest_run, plan_pages, plan_runs,
+    plan_slide,
 };
 use kvcatch::ids::BlockId;
 use proptest::prelude::*;
@@ -531,4 +532,45 @@ fn a_full_pool_is_sorted_through_one_free_block() {
     assert_eq!(plan.gain.runs.unwrap().after, 7);
     // One move per block, one more per ring of blocks that wait for each other: few in a random order.
     assert!(plan.len() <= n + 8, "{:?}", plan.gain);
+}
+
+/// Found by fuzzing: driving pieces out for one break undid another, and the two took turns for ever.
+#[test]
+fn runs_end_where_joins_undo_each_other() {
+    let picture = "FMMMMM..MMMMMMMMMMMMMMMMMMMMMM.........................";
+    let cells: Vec<Cell> = picture
+        .chars()
+        .map(|c| match c {
+            'F' => Cell::Fixed,
+            'M' => Cell::Movable,
+            _ => Cell::Free,
+        })
+        .collect();
+    let a = [8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29].map(BlockId);
+    let b = [16, 17, 18, 19, 20, 21, 22, 23, 1, 2, 3, 4, 5].map(BlockId);
+    let view = PoolView { cells: &cells, blocks_per_page: 8 };
+    for limit in [None, Some(20), Some(93)] {
+        let plan = plan_runs(&view, &[&a, &b], limit).unwrap();
+        plan.validate(&cells).unwrap();
+        assert_eq!(plan.gain.runs.map(|runs| (runs.before, runs.after)), Some((4, 2)));
+    }
+}
+
+/// Sliding keeps neighbours together, goes round fixed blocks and has no hazard within a round.
+#[test]
+fn slide_packs_everything_down_in_order() {
+    let cells: Vec<Cell> = "..MM.F.M.MMM"
+        .chars()
+        .map(|c| match c {
+            'F' => Cell::Fixed,
+            'M' => Cell::Movable,
+            _ => Cell::Free,
+        })
+        .collect();
+    let plan = plan_slide(&PoolView { cells: &cells, blocks_per_page: 4 }).unwrap();
+    plan.validate(&cells).unwrap();
+    let remap = plan.remap(cells.len());
+    let moved: Vec<u32> = [2, 3, 7, 9, 10, 11].iter().map(|&i: &usize| remap[i].0).collect();
+    assert_eq!(moved, [0, 1, 2, 3, 4, 6]);
+    assert_eq!(plan.gain.largest_run_after, 5);
 }
