@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -47,6 +48,9 @@ MAX_ROWS = 20
 GENERATED_REQUESTS = 1_000
 DONE_EVERY_SECONDS = 5.0
 
+MAX_REQUESTS = 10_000_000
+"""Most requests of one replay."""
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -58,7 +62,7 @@ app = typer.Typer(
 
 def _console(*, stderr: bool = False) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    console.width = WIDTH
     return console
 
 
@@ -169,23 +173,19 @@ def bench(
     bandwidth: Annotated[
         float, typer.Option(metavar="GB/S", help="Transfer model: GB/s (default: vLLM PR 35990).")
     ] = BANDWIDTH_GB_S,
-    seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed of the workload and of random evictions.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the built-in workloads.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     report: Annotated[
         Path | None,
         typer.Option(metavar="OUT.html", help="Also write a self-contained report with plots."),
     ] = None,
 ) -> None:
-    r"""Replay a workload against allocator policies and compare them.
+    """Replay a workload against allocator policies and compare them.
 
     Every policy starts with an empty pool and gets the same requests, order, admission and
     watermark: closed loop, one decode token per sequence and step, as vLLM's scheduler does.
 
-    \b
-    Example: kvcatch bench --trace conversation.jsonl --requests 300 --num-blocks 60000 \
-               --policy queue --policy bitmap+slru --report out.html
+    Example: kvcatch bench --trace conversation.jsonl --num-blocks 60000 --policy bitmap+slru
     """
     with _one_line_errors():
         config = BenchConfig(
@@ -219,6 +219,8 @@ def bench(
             print(f"kvcatch: report written to {report}", file=sys.stderr)  # noqa: T201
         if stopped:
             _fail(stopped, 130)
+        if not any(row.finished for row in result.policies.values()):
+            _fail(f"no request fits {num_blocks} blocks of {block_size} tokens; none was run", 1)
 
 
 def _check_report(report: Path) -> None:
@@ -235,8 +237,8 @@ def _check_report(report: Path) -> None:
 def _load(trace: Path | None, name: str | None, requests: int | None, seed: int) -> Workload:
     if trace is not None and name is not None:
         raise InvalidArgument("--trace and --workload exclude each other")
-    if requests is not None and requests < 1:
-        raise InvalidArgument(f"--requests {requests}: must be 1 or more")
+    if requests is not None and not 1 <= requests <= MAX_REQUESTS:
+        raise InvalidArgument(f"--requests {requests}: must be between 1 and {MAX_REQUESTS}")
     if trace is not None:
         return read_trace(trace, requests)
     return generate(name or "chat", requests or GENERATED_REQUESTS, seed)
@@ -340,7 +342,8 @@ def _show(result: BenchResult, *, as_json: bool) -> None:
 
 def _bench_table(result: BenchResult, columns: Sequence[Column]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
+    # The name gives way where the line is full: no figure is ever cut.
+    table.add_column("policy", overflow="fold", min_width=8)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
     for name, row in result.policies.items():
@@ -484,6 +487,10 @@ def _holdings(title: str, holdings: Sequence[Holding], total: int) -> Table:
 
 def main() -> None:
     """Run the command line; the entry point of ``kvcatch``."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a sign gets another one, not a traceback.
+            stream.reconfigure(errors="replace")
     try:
         app()
     except KeyboardInterrupt:

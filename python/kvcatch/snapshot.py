@@ -116,6 +116,8 @@ class Snapshot:
             return cls(data)
         except SnapshotError as error:
             raise SnapshotError(f"{path}: {error}") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            raise SnapshotError(f"{path}: malformed ({error!r})") from None
 
     def holdings_by_owner(self) -> list[Holding]:
         """Holdings of every owner, most blocks first."""
@@ -350,11 +352,32 @@ def _check_pages(snapshot: Snapshot) -> None:
         )
 
 
+SEQUENCE_FIELDS = (
+    "id",
+    "owner",
+    "tags",
+    "num_tokens",
+    "num_committed",
+    "blocks",
+    "shared_blocks",
+    "runs",
+    "hit_tokens",
+    "reserved",
+)
+
+
 def _check_sequences(snapshot: Snapshot) -> None:
     size, active = snapshot.config["block_size"], snapshot.blocks["active"]
     own = held = reserved = most_shared = 0
-    for sequence in snapshot.sequences:
-        name = f"sequence {sequence.get('id')}"
+    seen = set()
+    for place, sequence in enumerate(snapshot.sequences):
+        for field in SEQUENCE_FIELDS:
+            if field not in sequence:
+                raise SnapshotError(f"sequences[{place}]: {field} is missing")
+        name = f"sequence {sequence['id']}"
+        if sequence["id"] in seen:
+            raise SnapshotError(f"{name}: is listed twice")
+        seen.add(sequence["id"])
         tokens, blocks = sequence["num_tokens"], sequence["blocks"]
         if tokens > blocks * size:
             raise SnapshotError(

@@ -109,6 +109,36 @@ class TestBench:
         assert done.stdout == ""
         assert_one_line(done.stderr, *words)
 
+    @pytest.mark.parametrize(
+        ("option", "value"),
+        [
+            ("--max-num-seqs", 9999999999),
+            ("--max-num-seqs", 10**20),
+            ("--requests", 10**20),
+            ("--bandwidth", "1e-320"),
+            ("--bandwidth", "inf"),
+            ("--descriptor-us", "1e308"),
+        ],
+    )
+    def test_beyond_every_limit(self, run_kvcatch: RunKvcatch, option: str, value: object) -> None:
+        done = run_kvcatch("bench", "--policy", "bitmap", option, value, "--json")
+        assert done.returncode == 2
+        assert_one_line(done.stderr, "must be between")
+
+    def test_nothing_that_fits_is_a_failure(self, run_kvcatch: RunKvcatch) -> None:
+        done = run_kvcatch("bench", "--num-blocks", 2, "--requests", 20, "--policy", "bitmap")
+        assert done.returncode == 1
+        assert_one_line(done.stderr, "no request fits 2 blocks of 16 tokens")
+
+    def test_no_figure_is_cut(self, run_kvcatch: RunKvcatch, mooncake_trace: Path) -> None:
+        done = run_kvcatch(
+            "bench", "--trace", mooncake_trace, "--requests", 100, "--num-blocks", 60000,
+            "--policy", "sorted+clairvoyant", "--policy", "bitmap+clairvoyant",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert "…" not in done.stdout
+        assert max(map(len, done.stdout.splitlines())) <= 100
+
     def test_a_malformed_trace(self, run_kvcatch: RunKvcatch, tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"
         path.write_text('{"timestamp": 0, "input_length": -4}\n')
@@ -185,6 +215,17 @@ class TestInspect:
         assert done.returncode == 2
         assert done.stdout == ""
         assert_one_line(done.stderr, str(path), "65,423 of 65,536", "114 runs", "574")
+
+    def test_a_missing_field_is_named(
+        self, run_kvcatch: RunKvcatch, path: Path, tmp_path: Path
+    ) -> None:
+        data = json.loads(path.read_text())
+        del data["sequences"][0]["owner"]
+        broken = tmp_path / "broken.json"
+        broken.write_text(json.dumps(data))
+        done = run_kvcatch("inspect", broken)
+        assert done.returncode == 2
+        assert_one_line(done.stderr, "sequences[0]", "owner")
 
     def test_no_such_file(self, run_kvcatch: RunKvcatch) -> None:
         done = run_kvcatch("inspect", "/nowhere/pool.json")

@@ -108,14 +108,17 @@ class ReplaySettings:
     bytes_per_token: int = BYTES_PER_TOKEN
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise InvalidArgument(f"max_num_seqs = {self.max_num_seqs}: must be 1 or more")
+        if not 1 <= self.max_num_seqs <= 1_000_000:
+            limits = "must be between 1 and 1000000"
+            raise InvalidArgument(f"max_num_seqs = {self.max_num_seqs}: {limits}")
         if not 0 <= self.watermark < 1:
             raise InvalidArgument(f"watermark = {self.watermark}: must be at least 0 and below 1")
-        if not 0 <= self.descriptor_us < float("inf"):
-            raise InvalidArgument(f"descriptor_us = {self.descriptor_us}: must be 0 or more")
-        if not 0 < self.bandwidth_gb_s < float("inf"):
-            raise InvalidArgument(f"bandwidth_gb_s = {self.bandwidth_gb_s}: must be above 0")
+        if not 0 <= self.descriptor_us <= 1e9:
+            limits = "must be between 0 and 1e9"
+            raise InvalidArgument(f"descriptor_us = {self.descriptor_us}: {limits}")
+        if not 1e-6 <= self.bandwidth_gb_s <= 1e9:
+            limits = "must be between 1e-6 and 1e9"
+            raise InvalidArgument(f"bandwidth_gb_s = {self.bandwidth_gb_s}: {limits}")
         if self.bytes_per_token < 1:
             raise InvalidArgument(f"bytes_per_token = {self.bytes_per_token}: must be 1 or more")
 
