@@ -352,26 +352,12 @@ def _check_pages(snapshot: Snapshot) -> None:
         )
 
 
-SEQUENCE_FIELDS = (
-    "id",
-    "owner",
-    "tags",
-    "num_tokens",
-    "num_committed",
-    "blocks",
-    "shared_blocks",
-    "runs",
-    "hit_tokens",
-    "reserved",
-)
-
-
 def _check_sequences(snapshot: Snapshot) -> None:
     size, active = snapshot.config["block_size"], snapshot.blocks["active"]
     own = held = reserved = most_shared = 0
     seen = set()
     for place, sequence in enumerate(snapshot.sequences):
-        for field in SEQUENCE_FIELDS:
+        for field in ("id", "owner", "tags", *_SEQUENCE_COUNTS):
             if field not in sequence:
                 raise SnapshotError(f"sequences[{place}]: {field} is missing")
         name = f"sequence {sequence['id']}"
