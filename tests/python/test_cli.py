@@ -227,6 +227,17 @@ class TestInspect:
         assert done.returncode == 2
         assert_one_line(done.stderr, "sequences[0]", "owner")
 
+    def test_a_sequence_listed_twice_is_refused(
+        self, run_kvcatch: RunKvcatch, path: Path, tmp_path: Path
+    ) -> None:
+        data = json.loads(path.read_text())
+        data["sequences"].append(data["sequences"][0])
+        broken = tmp_path / "twice.json"
+        broken.write_text(json.dumps(data))
+        done = run_kvcatch("inspect", broken)
+        assert done.returncode == 2
+        assert_one_line(done.stderr, "is listed twice")
+
     def test_no_such_file(self, run_kvcatch: RunKvcatch) -> None:
         done = run_kvcatch("inspect", "/nowhere/pool.json")
         assert done.returncode == 2
