@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-RUST   := Cargo.toml $(wildcard Cargo.lock) $(shell find src -name '*.rs')
+RUST   := Cargo.toml $(wildcard Cargo.lock) build.rs $(shell find src -name '*.rs') $(wildcard cuda/*)
 
 # The environment this Makefile makes, whatever shell it is called from.
 export VIRTUAL_ENV := $(abspath $(VENV))

@@ -12,6 +12,7 @@ pub mod error;
 pub mod eviction;
 pub mod free;
 pub mod ids;
+pub mod kernels;
 mod links;
 pub mod placement;
 pub mod pool;

@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
+from kvcatch.kernels import Backend, KVCache
+
 _Tokens: TypeAlias = "npt.NDArray[np.integer[Any]] | _Seq[int] | Prefix"
 _Batch: TypeAlias = "Sequence | npt.NDArray[np.int64] | _Seq[Sequence | int]"
 _Salt: TypeAlias = "str | bytes | int | None"
@@ -21,7 +23,12 @@ __all__ = [
     "Sequence",
     "__version__",
     "build_profile",
+    "check_block_ids",
+    "check_moves",
+    "cuda_sources",
+    "decode_work",
     "evictions",
+    "order_moves",
     "placements",
 ]
 
@@ -132,8 +139,16 @@ class CompactionPlan:
     @property
     def seconds(self) -> float | None:
         """Predicted copy time: every byte is read once and written once at ``bandwidth``."""
-    def apply(self) -> None:
-        """Remap tables, prefix index and owners in one step. Raises StalePlan when the pool changed."""
+    def apply(self, kv_cache: KVCache | None = None, backend: Backend | None = None) -> None:
+        """Move bytes and tables as one step: tables, prefix index and owners follow the blocks.
+
+        With ``kv_cache`` and ``backend`` the copies are put on the backend's stream first, without waiting for them; the
+        tables change after that, so that whatever is launched next reads and writes behind the copies. The pool is held
+        meanwhile: other threads wait. Without them the bytes are the caller's to copy before anything reads.
+
+        Raises StalePlan when the pool changed in a way that matters or the plan was applied already, InvalidArgument when
+        the cache is not of this pool's size, and whatever the backend refuses; nothing is changed then.
+        """
     def to_dict(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
 
@@ -358,3 +373,30 @@ class BlockPool:
 
 def placements() -> list[str]: ...
 def evictions() -> list[str]: ...
+
+# kernels: what the host works out before a launch
+_Ids: TypeAlias = "npt.NDArray[np.integer[Any]] | _Seq[int]"
+
+def check_block_ids(name: str, ids: _Ids, num_blocks: int) -> npt.NDArray[np.int32]:
+    """``ids`` as int32; InvalidArgument names one that is not within ``0..num_blocks-1``."""
+
+def check_moves(src: _Ids, dst: _Ids, *, allow_overlap: bool) -> None:
+    """Refuse a destination named twice and, unless ``allow_overlap``, one that is also a source."""
+
+def order_moves(src: _Ids, dst: _Ids) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """Order any assignment so that each block is read before it is overwritten.
+
+    Returns ``ops`` [n, 2] of (dst, src), where -1 is a temporary, and ``first`` [groups + 1]: groups may run side by side.
+    """
+
+def decode_work(
+    seq_lens: _Ids, num_slots: int, *, min_tokens: int = 128, window: int = 0
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
+    """Share the tokens of a decode batch among ``num_slots`` processors.
+
+    Returns ``pieces`` [n, 4] of (row, first token, end token, partial result or -1), longest first; ``merges`` [m, 4] of
+    (row, first partial, end partial, 0), with first = end for an empty sequence; and the number of partial results.
+    """
+
+def cuda_sources() -> dict[str, str]:
+    """The texts of ``cuda/``, by file name, as they were when this extension was built."""

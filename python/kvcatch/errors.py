@@ -6,13 +6,16 @@ A call that raises one of these has changed nothing. The Rust core raises these 
 from __future__ import annotations
 
 __all__ = [
+    "ConfigError",
     "CorruptPool",
     "DoubleFree",
     "InvalidArgument",
     "InvalidType",
+    "KernelError",
     "KvcatchError",
     "MissingExtra",
     "OutOfBlocks",
+    "OutOfMemory",
     "SnapshotError",
     "StaleHandle",
     "StalePlan",
@@ -61,8 +64,20 @@ class InvalidArgument(KvcatchError, ValueError):
     """An argument has the right type and an impossible value (negative, zero, out of range, read-only...)."""
 
 
+class ConfigError(InvalidArgument):
+    """A model config that is malformed, lacks a field, contradicts itself or is of an unknown architecture."""
+
+
 class InvalidType(KvcatchError, TypeError):
     """An argument has the wrong type or the buffer has the wrong dtype or shape."""
+
+
+class KernelError(KvcatchError, RuntimeError):
+    """A kernel could not be built or launched on this device, or found a bad block id while it ran."""
+
+
+class OutOfMemory(KvcatchError, MemoryError):
+    """An allocation of KV memory failed; the message states the bytes asked for."""
 
 
 class StaleHandle(KvcatchError, LookupError):

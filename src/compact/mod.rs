@@ -174,6 +174,14 @@ impl Plan {
         remap(num_blocks, &self.src, &self.dst)
     }
 
+    /// The plan as one simultaneous assignment `new[dst] = old[src]` of a pool of `num_blocks` blocks: every block that
+    /// ends elsewhere than it began, by ascending source. Equal to the moves of a single round but for their order.
+    /// O(`num_blocks` + moves).
+    pub fn assignment(&self, num_blocks: usize) -> (Vec<BlockId>, Vec<BlockId>) {
+        let to = self.remap(num_blocks);
+        (0..).map(BlockId).zip(to).filter(|(from, to)| from != to).unzip()
+    }
+
     /// Checks that the plan fits a pool, as it must before it is applied to one: every source holds a movable block,
     /// every destination is free when its round starts and is neither a source nor twice a destination of that
     /// round, and the rounds cover all moves. The message names the first move that does not. O(blocks + moves).

@@ -104,7 +104,11 @@ impl BlockPool {
         }
     }
 
-    fn check_plan(&self, made: &CompactionPlan) -> Result<()> {
+    /// Refuses a plan that [`apply`](Self::apply) would refuse. Changes nothing.
+    ///
+    /// # Errors
+    /// [`Error::StalePlan`].
+    pub fn check_plan(&self, made: &CompactionPlan) -> Result<()> {
         let stale = |reason: String| Err(Error::StalePlan { reason });
         if made.pool != self.identity {
             return stale("it was made for another pool".into());

@@ -369,7 +369,11 @@ impl<T: Element> Output<T> {
     }
 }
 
-fn numpy_array<'py>(py: Python<'py>, bytes: Bound<'py, PyByteArray>, dtype: &str) -> PyResult<Bound<'py, PyAny>> {
+pub(super) fn numpy_array<'py>(
+    py: Python<'py>,
+    bytes: Bound<'py, PyByteArray>,
+    dtype: &str,
+) -> PyResult<Bound<'py, PyAny>> {
     static FROMBUFFER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let frombuffer = FROMBUFFER
         .get_or_try_init(py, || py.import("numpy").and_then(|numpy| numpy.getattr("frombuffer")).map(Bound::unbind))?;

@@ -7,10 +7,11 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use super::args;
+use super::error::invalid_argument;
 use super::pool::PyBlockPool;
 use crate::compact::Objective;
-use crate::error::Error;
-use crate::pool::CompactionPlan;
+use crate::error::{Error, Result};
+use crate::pool::{BlockPool, CompactionPlan};
 
 /// Block moves with what they cost and gain.
 #[pyclass(frozen, name = "CompactionPlan", module = "kvcatch")]
@@ -25,6 +26,47 @@ pub(super) struct PyCompactionPlan {
 impl PyCompactionPlan {
     fn runs(&self) -> (u64, u64) {
         self.made.plan.gain.runs.map_or((0, 0), |runs| (runs.before, runs.after))
+    }
+
+    fn check(&self, pool: &BlockPool) -> Result<()> {
+        if self.applied.load(Ordering::Acquire) {
+            return Err(Error::StalePlan { reason: "it was applied already".into() });
+        }
+        pool.check_plan(&self.made)
+    }
+
+    fn remap(&self, pool: &mut BlockPool) -> Result<()> {
+        self.check(pool)?;
+        pool.apply(&self.made)?;
+        self.applied.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Bytes, then tables, with the pool held throughout: the copies are ordered on the stream when the tables change,
+    /// and no block changes hands in between. A plan of several rounds goes to the backend as one assignment, so that a
+    /// refusal leaves every byte where it was.
+    fn copy_and_remap(&self, py: Python<'_>, kv_cache: &Bound<'_, PyAny>, backend: &Bound<'_, PyAny>) -> PyResult<()> {
+        let pool = self.pool.get();
+        let (num_blocks, block_size) = (pool.config().num_blocks, pool.config().block_size);
+        for (name, have, want) in [
+            ("num_blocks", kv_cache.getattr("num_blocks")?.extract::<usize>()?, num_blocks),
+            ("block_size", kv_cache.getattr("layout")?.getattr("block_size")?.extract::<usize>()?, block_size),
+        ] {
+            if have != want {
+                return Err(invalid_argument(format!("kv_cache has {name} {have}: the pool has {want}")));
+            }
+        }
+        let (call, (src, dst)) = if self.made.plan.rounds.len() > 1 {
+            ("assign_blocks", self.made.plan.assignment(num_blocks))
+        } else {
+            ("move_blocks", (self.made.plan.src.clone(), self.made.plan.dst.clone()))
+        };
+        let arguments = (kv_cache, args::block_array(py, &src)?, args::block_array(py, &dst)?);
+        let mut held = pool.hold(py)?;
+        self.check(&held.pool)?;
+        backend.call_method1(call, arguments)?;
+        self.remap(&mut held.pool)?;
+        Ok(())
     }
 }
 
@@ -105,13 +147,22 @@ impl PyCompactionPlan {
         Some(2.0 * self.bytes_moved()? as f64 / self.bandwidth?)
     }
 
-    fn apply(&self, py: Python<'_>) -> PyResult<()> {
-        if self.applied.load(Ordering::Acquire) {
-            return Err(Error::StalePlan { reason: "it was applied already".into() }.into());
-        }
+    #[pyo3(signature = (kv_cache = None, backend = None))]
+    fn apply(
+        &self,
+        py: Python<'_>,
+        kv_cache: Option<&Bound<'_, PyAny>>,
+        backend: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
         let pool = self.pool.get();
-        py.detach(|| pool.with(|pool| pool.apply(&self.made)))?;
-        self.applied.store(true, Ordering::Release);
+        match (kv_cache, backend) {
+            (None, None) => py.detach(|| pool.with(|pool| self.remap(pool)))?,
+            (Some(kv_cache), Some(backend)) => self.copy_and_remap(py, kv_cache, backend)?,
+            (Some(_), None) => {
+                return Err(invalid_argument("backend = None: needed to copy the bytes of kv_cache".into()));
+            }
+            (None, Some(_)) => return Err(invalid_argument("kv_cache = None: needed by backend to copy bytes".into())),
+        }
         Ok(())
     }
 

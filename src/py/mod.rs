@@ -7,6 +7,7 @@ mod compact;
 mod error;
 mod free;
 mod handles;
+mod kernels;
 mod pool;
 mod prefix;
 
@@ -31,6 +32,8 @@ mod _core {
     use super::free::PyFreeBlocks;
     #[pymodule_export]
     use super::handles::{PyPin, PySequence};
+    #[pymodule_export]
+    use super::kernels::{check_block_ids, check_moves, cuda_sources, decode_work, order_moves};
     #[pymodule_export]
     use super::pool::PyBlockPool;
     #[pymodule_export]

@@ -1,8 +1,8 @@
 //! `BlockPool`.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use pyo3::prelude::*;
@@ -26,6 +26,8 @@ use crate::table::count_runs;
 pub(super) struct PyBlockPool {
     pool: Mutex<BlockPool>,
     config: Config,
+    /// The thread that holds the pool while Python code runs, 0 for none: it must not come back in.
+    holder: AtomicUsize,
     /// Origin of the pool's clock; `None` where the caller sets it.
     started: Option<Instant>,
 }
@@ -34,17 +36,59 @@ fn poisoned<T>(_: T) -> Error {
     Error::Corrupt("an earlier call did not finish".into())
 }
 
+/// A number that no other living thread has, and not 0.
+fn this_thread() -> usize {
+    thread_local!(static HERE: u8 = const { 0 });
+    HERE.with(|here| std::ptr::from_ref(here) as usize)
+}
+
+/// The pool, held while Python code runs; other threads wait, this one is refused.
+pub(super) struct Held<'a> {
+    pub(super) pool: MutexGuard<'a, BlockPool>,
+    holder: &'a AtomicUsize,
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.holder.store(0, Ordering::Relaxed);
+    }
+}
+
 impl PyBlockPool {
     /// Runs `work` on the pool; for use while detached from the interpreter.
     pub(super) fn with<T>(&self, work: impl FnOnce(&mut BlockPool) -> Result<T>) -> Result<T> {
+        self.refuse_reentry()?;
         let mut pool = self.pool.lock().map_err(poisoned)?;
         self.tick(&mut pool);
         work(&mut pool)
     }
 
+    /// The pool for as long as the result lives, across calls of Python code.
+    pub(super) fn hold(&self, py: Python<'_>) -> Result<Held<'_>> {
+        self.refuse_reentry()?;
+        let mut pool = self.pool.lock_py_attached(py).map_err(poisoned)?;
+        self.tick(&mut pool);
+        self.holder.store(this_thread(), Ordering::Relaxed);
+        Ok(Held { pool, holder: &self.holder })
+    }
+
+    /// Only the holder itself can read its own number here.
+    fn refuse_reentry(&self) -> Result<()> {
+        let holder = self.holder.load(Ordering::Relaxed);
+        if holder != 0 && holder == this_thread() {
+            return Err(Error::invalid("pool", "busy", "called from within its own plan.apply(): call it afterwards"));
+        }
+        Ok(())
+    }
+
+    pub(super) fn config(&self) -> &Config {
+        &self.config
+    }
+
     /// Runs `work` on the pool while attached. The pool is let go before anything is turned into a Python object: that
     /// may run other Python code, which may come back here.
     fn run<T>(&self, py: Python<'_>, work: impl FnOnce(&mut BlockPool) -> Result<T>) -> PyResult<T> {
+        self.refuse_reentry()?;
         let done = match self.pool.lock_py_attached(py) {
             Ok(mut pool) => {
                 self.tick(&mut pool);
@@ -134,7 +178,7 @@ impl PyBlockPool {
             seed: read("seed", seed, 0, 0, i64::MAX)? as u64,
         };
         let pool = Mutex::new(BlockPool::new(config.clone())?);
-        Ok(Self { pool, config, started: (!manual_clock).then(Instant::now) })
+        Ok(Self { pool, config, started: (!manual_clock).then(Instant::now), holder: AtomicUsize::new(0) })
     }
 
     #[getter]
