@@ -326,6 +326,12 @@ class BlockPool:
     def prefix(self, tokens: _Tokens, *, salt: _Salt = None) -> Prefix: ...
     def lookup(self, tokens: _Tokens, *, salt: _Salt = None) -> int:
         """Hit tokens of this prompt now (all full blocks counted); takes nothing."""
+    def hits(self, prefix: _Tokens) -> tuple[int, int]:
+        """What ``create`` would share now: hit tokens, and of those the ones in active blocks. Takes nothing.
+
+        At most ``len(tokens) - 1`` are hit. Active blocks cost the pool nothing; the others are cached and leave
+        ``available`` when they are shared.
+        """
     def lookup_many(self, prefixes: _Seq[Prefix]) -> npt.NDArray[np.int64]: ...
     def explain_miss(self, tokens: _Tokens, *, salt: _Salt = None) -> MissReport: ...
     def retain(

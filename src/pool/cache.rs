@@ -20,6 +20,24 @@ impl BlockPool {
         Ok(hit)
     }
 
+    /// What [`BlockPool::create`](Self::create) would share of this prompt now: hit tokens, and of those the ones in active
+    /// blocks, which cost the pool nothing. Takes nothing.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a prefix of another block size or hash.
+    pub fn hits(&mut self, prefix: &Prefix) -> Result<(usize, usize)> {
+        self.check_prefix(prefix)?;
+        let size = self.config.block_size;
+        let most = prefix.tokens().len().saturating_sub(1) / size;
+        let mut found = std::mem::take(&mut self.scratch.found);
+        found.clear();
+        self.index.longest_prefix(prefix.tokens(), prefix.hashes(), most, &mut found);
+        let active = found.iter().filter(|id| self.refs[id.index()] > 0).count();
+        let hits = (found.len() * size, active * size);
+        self.scratch.found = found;
+        Ok(hits)
+    }
+
     /// [`BlockPool::lookup`] for a prompt that is not hashed yet; stops hashing at the first block not found.
     #[must_use]
     pub fn lookup_tokens(&self, tokens: &[u32], salt: &[u8]) -> usize {

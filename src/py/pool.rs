@@ -500,6 +500,16 @@ impl PyBlockPool {
         args::with_tokens("tokens", tokens, |tokens| self.run(py, |pool| Ok(pool.lookup_tokens(tokens, &salt))))
     }
 
+    fn hits(&self, py: Python<'_>, prefix: &Bound<'_, PyAny>) -> PyResult<(usize, usize)> {
+        match prefix.cast::<PyPrefix>() {
+            Ok(prefix) => self.run(py, |pool| pool.hits(&prefix.get().inner)),
+            Err(_) => {
+                let prefix = self.prefix_of(prefix, None)?;
+                self.run(py, |pool| pool.hits(&prefix))
+            }
+        }
+    }
+
     fn lookup_many<'py>(&self, py: Python<'py>, prefixes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let Ok(prefixes) = prefixes.extract::<Vec<Py<PyPrefix>>>() else {
             return Err(invalid_type(format!("prefixes = {}: must be a list of Prefix", args::shown(prefixes))));

@@ -1,0 +1,84 @@
+"""The waiting queue: who is looked at next."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvcatch import BlockPool, Prefix
+    from kvcatch.engine.config import EngineConfig
+    from kvcatch.engine.request import Branch, Request
+
+__all__ = ["WaitingQueue"]
+
+
+class WaitingQueue:
+    """Branches that wait, by arrival; a preempted one goes back to its place.
+
+    ``fcfs`` takes the first. ``priority`` takes the lowest (priority, arrival). ``cache_aware`` takes
+    the longest cached prefix among the first ``window``, the first of equals; one that was passed
+    over ``max_passed_over`` times goes before all.
+    """
+
+    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+        self._config = config
+        self._pool = pool
+        self._waiting: deque[Branch] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Branch]:
+        return iter(self._waiting)
+
+    def add(self, branch: Branch) -> None:
+        """Put a branch behind all that arrived before it."""
+        waiting = self._waiting
+        if waiting and self._key(branch) < self._key(waiting[-1]):
+            at = next(i for i, other in enumerate(waiting) if self._key(branch) < self._key(other))
+            waiting.insert(at, branch)
+        else:
+            waiting.append(branch)
+
+    def remove(self, branch: Branch) -> None:
+        """Take a branch out."""
+        self._waiting.remove(branch)
+
+    def pick(self) -> Branch:
+        """The branch to look at next; it stays in the queue."""
+        if self._config.order != "cache_aware" or not self._config.prefix_cache:
+            return self._waiting[0]
+        window = list(islice(self._waiting, self._config.window))
+        for branch in window:
+            if branch.passed_over >= self._config.max_passed_over:
+                return branch
+        prefixes = [prefix_of(branch, self._pool) for branch in window]
+        hits = self._pool.lookup_many(prefixes)
+        return window[int(hits.argmax())]
+
+    def admitted(self, branch: Branch) -> None:
+        """Take out a branch that enters; those of the window before it were passed over once more."""
+        for other in islice(self._waiting, self._config.window):
+            if other is branch:
+                break
+            other.passed_over += 1
+        self._waiting.remove(branch)
+        branch.passed_over = 0
+
+    def _key(self, branch: Branch) -> tuple[int, int, int]:
+        request: Request = branch.request
+        first = request.priority if self._config.order == "priority" else 0
+        return (first, request.arrival, branch.index)
+
+
+def prefix_of(branch: Branch, pool: BlockPool) -> Prefix:
+    """The hashed tokens of a branch; hashed once for as long as its tokens stay the same."""
+    prefix = branch.prefix
+    if prefix is None or prefix.num_tokens != len(branch.tokens):
+        salt = branch.request.salt
+        prefix = branch.prefix = pool.prefix(branch.tokens, salt=salt)
+    return prefix
