@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvcatch.engine.request import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Iterable
 
     from kvcatch.engine.request import Branch
     from kvcatch.engine.sampling import TokenLogprobs
@@ -19,10 +19,10 @@ __all__ = ["Delta", "Detokeniser", "OutputText", "TextSource"]
 class Detokeniser(Protocol):
     """Turns tokens into text, one by one."""
 
-    def add(self, token: int) -> str:
-        """The text that this token completes; empty while a character is still unfinished."""
+    def push(self, tokens: Iterable[int]) -> str:
+        """The text that is certain now and was not before; empty while a character is unfinished."""
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """What is left unfinished at the end."""
 
 
@@ -30,7 +30,7 @@ class TextSource(Protocol):
     """What the engine needs of a tokenizer."""
 
     @property
-    def eos_ids(self) -> Sequence[int]:
+    def eos_ids(self) -> Collection[int]:
         """Tokens that end an output."""
 
     def detokeniser(self) -> Detokeniser:
@@ -70,14 +70,14 @@ class OutputText:
         """Text that became certain by this token, and whether a stop text was met."""
         if self.detokeniser is None:
             return "", False
-        self.held += self.detokeniser.add(token)
+        self.held += self.detokeniser.push((token,))
         return self._release()
 
     def end(self) -> str:
         """Text that becomes certain because the output ends here."""
         if self.detokeniser is None:
             return ""
-        self.held += self.detokeniser.flush()
+        self.held += self.detokeniser.finish()
         certain, met = self._release()
         if not met:
             certain, self.held = certain + self.held, ""
@@ -104,7 +104,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def ending(
-    branch: Branch, token: int, eos_ids: Sequence[int], *, stopped: bool
+    branch: Branch, token: int, eos_ids: Collection[int], *, stopped: bool
 ) -> FinishReason | None:
     """Why a branch ends after this token, its last; ``None`` when it goes on."""
     params = branch.request.params
