@@ -20,10 +20,18 @@ if TYPE_CHECKING:
     from kvcatch.engine.config import EngineConfig
     from kvcatch.engine.schedule import Schedule, Scheduled
     from kvcatch.kernels import Backend
-    from kvcatch.kernels.layout import KVDtype
+    from kvcatch.kernels.layout import KVDtype, ScaleKind
     from kvcatch.models.llama import LlamaModel
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "layout_of"]
+
+
+def layout_of(model: LlamaModel, block_size: int, kv_dtype: KVDtype | None = None) -> KVLayout:
+    """How a model's keys and values lie in blocks; ``kv_dtype`` ``None`` is that of the weights."""
+    shape = model.config
+    dtype: KVDtype = kv_dtype or model.precision.weights
+    scale: ScaleKind = "token" if dtype == "float8_e4m3" else "none"
+    return KVLayout(shape.num_layers, shape.num_kv_heads, shape.head_dim, block_size, dtype, scale)
 
 
 class ModelRunner:
@@ -53,15 +61,7 @@ class ModelRunner:
             raise InvalidArgument(
                 f"max_model_len = {config.max_model_len}: the model was trained for {shape.max_model_len}"
             )
-        dtype = kv_dtype or model.precision.weights
-        self.layout = KVLayout(
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
-            config.block_size,
-            dtype,
-            "token" if dtype == "float8_e4m3" else "none",
-        )
+        self.layout = layout_of(model, config.block_size, kv_dtype)
         self.model, self.backend, self.config = model, backend, config
         self.vocab_size = shape.vocab_size
         self.cache = backend.allocate(self.layout, config.num_blocks)
