@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvcatch import BlockPool
+from kvcatch.engine.governor import Governor
 from kvcatch.engine.output import Delta, OutputText, ending
 from kvcatch.engine.request import FinishReason, Request, Status
 from kvcatch.engine.sampling import SamplingParams, sample
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvcatch.engine.config import EngineConfig
+    from kvcatch.engine.governor import GovernorConfig
     from kvcatch.engine.output import TextSource
     from kvcatch.engine.request import Branch
     from kvcatch.engine.schedule import Schedule, Scheduled
@@ -91,6 +93,7 @@ class Engine:
         runner: the model and its KV cache.
         text: the tokenizer; without one there is no text and no stop text.
         clock: seconds; for tests.
+        governor: limits under load; ``None`` for none.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Engine:
         runner: Runner,
         text: TextSource | None = None,
         clock: Callable[[], float] = time.monotonic,
+        governor: GovernorConfig | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -111,7 +115,10 @@ class Engine:
             eviction=config.eviction,
             seed=config.seed,
         )
-        self.scheduler = Scheduler(config, self.pool)
+        governed = None
+        if governor is not None:
+            governed = Governor(governor, config.num_blocks, config.block_size)
+        self.scheduler = Scheduler(config, self.pool, governed)
         self.counters = EngineCounters()
         self.requests: dict[str, Request] = {}
         self._texts: dict[Branch, OutputText] = {}
@@ -142,6 +149,7 @@ class Engine:
         Raises:
             InvalidArgument: an empty prompt, a token outside the vocabulary, an id under way.
             Rejected: it can never run.
+            QueueFull: the governor takes no more work now.
         """
         params = params or SamplingParams()
         arrival = next(self._arrivals)
@@ -172,6 +180,7 @@ class Engine:
         )
         if (refusal := self.scheduler.refusal_at_the_door(request)) is not None:
             raise Rejected(refusal)
+        self.scheduler.check_queue(request)
         self.scheduler.add(request)
         self.requests[name] = request
         return request
@@ -227,10 +236,7 @@ class Engine:
             if branch.request.scheduled is None:
                 branch.request.scheduled = now
                 counters.hit_tokens += branch.computed
-        if (
-            self.scheduler.waiting
-            and (refusal := self.scheduler.waiting.pick().refusal) is not None
-        ):
+        if (refusal := self.scheduler.refusal) is not None:
             counters.refused_steps[refusal.gate] = counters.refused_steps.get(refusal.gate, 0) + 1
         if schedule.items:
             counters.steps += 1

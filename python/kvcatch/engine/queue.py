@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from kvcatch import BlockPool, Prefix
     from kvcatch.engine.config import EngineConfig
+    from kvcatch.engine.governor import Governor
     from kvcatch.engine.request import Branch, Request
 
 __all__ = ["WaitingQueue"]
@@ -48,17 +49,47 @@ class WaitingQueue:
         """Take a branch out."""
         self._waiting.remove(branch)
 
-    def pick(self) -> Branch:
-        """The branch to look at next; it stays in the queue."""
-        if self._config.order != "cache_aware" or not self._config.prefix_cache:
+    def pick(self, governor: Governor | None = None, long_blocks: int = 0) -> Branch | None:
+        """The branch to look at next; it stays in the queue.
+
+        Args:
+            governor: bars long requests beyond their share, and above its water level looks at short
+                ones first.
+            long_blocks: worst-case blocks of the long requests that run.
+
+        Returns:
+            ``None`` when the governor bars all of the window; each then carries its refusal.
+        """
+        cache_aware = self._config.order == "cache_aware" and self._config.prefix_cache
+        if governor is None and not cache_aware:
             return self._waiting[0]
         window = list(islice(self._waiting, self._config.window))
+        if governor is not None:
+            window = self._let_through(window, governor, long_blocks)
         for branch in window:
             if branch.passed_over >= self._config.max_passed_over:
                 return branch
+        used = self._pool.num_active + self._pool.num_reserved
+        if governor is not None and governor.short_first(used):
+            short = [branch for branch in window if not governor.is_long(branch.request)]
+            window = short or window
+        if not cache_aware or len(window) < 2:
+            return window[0] if window else None
         prefixes = [prefix_of(branch, self._pool) for branch in window]
         hits = self._pool.lookup_many(prefixes)
         return window[int(hits.argmax())]
+
+    def _let_through(
+        self, window: list[Branch], governor: Governor, long_blocks: int
+    ) -> list[Branch]:
+        through = []
+        for branch in window:
+            refusal = governor.bars(branch.request, long_blocks)
+            if refusal is None:
+                through.append(branch)
+            else:
+                branch.refusal = refusal
+        return through
 
     def admitted(self, branch: Branch) -> None:
         """Take out a branch that enters; those of the window before it were passed over once more."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcatch import FreeBlocks
+from kvcatch.engine.governor import total_tokens
 from kvcatch.engine.queue import WaitingQueue, prefix_of
 from kvcatch.engine.request import Branch, FinishReason, Request, Status, Swapped
 from kvcatch.engine.schedule import Schedule, Scheduled, SwapCopy
@@ -24,6 +25,7 @@ from kvcatch.laws import Step as Used
 if TYPE_CHECKING:
     from kvcatch import BlockPool
     from kvcatch.engine.config import EngineConfig
+    from kvcatch.engine.governor import Governor
     from kvcatch.laws import Decision, Gate
 
 __all__ = ["Scheduler"]
@@ -36,10 +38,14 @@ class Scheduler:
         running: branches with blocks, by admission.
         waiting: branches without.
         swapped: branches whose blocks lie in the host pool, first to come back first.
+        refusal: why the last step admitted no more; ``None`` when nobody was left waiting for a gate.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, governor: Governor | None = None
+    ) -> None:
         self.config = config
+        self.governor = governor
         self.pool = pool
         self.law = LAWS[config.law]
         self.running: list[Branch] = []
@@ -49,6 +55,7 @@ class Scheduler:
             FreeBlocks(config.host_blocks, placement="bitmap") if config.host_blocks else None
         )
         self.host_free = config.host_blocks
+        self.refusal: Refusal | None = None
         self.preemptions = {"recompute": 0, "swap": 0}
 
     # --- requests -------------------------------------------------------------------------------
@@ -73,7 +80,13 @@ class Scheduler:
                 f"n {request.num_slots} > max_num_seqs {self.config.max_num_seqs}",
                 "sequences",
             )
-        return None
+        return None if self.governor is None else self.governor.at_the_door(request)
+
+    def check_queue(self, request: Request) -> None:
+        """Turn a request away while too much waits (QueueFull)."""
+        if self.governor is not None:
+            tokens = sum(total_tokens(branch.request) for branch in self.waiting)
+            self.governor.check_queue(request, len(self.waiting), tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request that passed :meth:`refusal_at_the_door`."""
@@ -117,10 +130,13 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Decide the next step; the pool and the queues are as it leaves them."""
         step = Schedule()
+        self.refusal = None
         self._grow(step)
         if not step.preempted:
             self._swap_in(step)
-            if not self.swapped:
+            if self.swapped:
+                self.refusal = self.swapped[0].refusal
+            else:
                 self._admit(step)
         step.items.sort(key=lambda item: item.count > 1)
         return step
@@ -248,13 +264,16 @@ class Scheduler:
     def _admit(self, step: Schedule) -> None:
         used = step.num_tokens
         while self.waiting:
-            branch = self.waiting.pick()
+            branch = self.waiting.pick(self.governor, self._long_blocks())
+            if branch is None:
+                self.refusal = next(iter(self.waiting)).refusal
+                return
             decision = self._decide(branch, used)
             if decision.refusal is not None:
-                branch.refusal = decision.refusal
+                branch.refusal = self.refusal = decision.refusal
                 if not decision.is_final:
                     return
-                branch.request.rejection = decision.refusal
+                self.refusal, branch.request.rejection = None, decision.refusal
                 self.finish(branch, FinishReason.REJECTED)
                 step.rejected.append(branch)
                 continue
@@ -270,7 +289,7 @@ class Scheduler:
                     use_cache=self.config.prefix_cache,
                 )
             except OutOfBlocks as error:
-                branch.refusal = _out_of_blocks(error)
+                branch.refusal = self.refusal = _out_of_blocks(error)
                 return
             self.waiting.admitted(branch)
             branch.computed, branch.known = branch.sequence.hit_tokens, len(branch.tokens)
@@ -300,6 +319,17 @@ class Scheduler:
             refusal = Refusal("max_num_seqs", wanted, free, detail, "sequences")
             return replace(decision, refusal=refusal)
         return decision
+
+    def _long_blocks(self) -> int:
+        """Worst-case blocks of the long requests that run."""
+        if self.governor is None:
+            return 0
+        requests = {id(b.request): b.request for b in (*self.running, *self.swapped)}
+        return sum(
+            self.governor.worst_case_blocks(request)
+            for request in requests.values()
+            if self.governor.is_long(request)
+        )
 
     def _slots(self) -> int:
         """Sequences that run or will: forks still to come count."""
