@@ -202,13 +202,14 @@ class AsyncEngine:
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            stream = self._streams.get(delta.request_id)
-            if stream is None:
-                continue
-            stream.put(delta)
-            if stream.request.is_finished:
+            if (stream := self._streams.get(delta.request_id)) is not None:
+                stream.put(delta)
+        # After all of the step's deltas: several branches of a request may end in one step.
+        for name in {delta.request_id for delta in deltas if delta.finish is not None}:
+            stream = self._streams.get(name)
+            if stream is not None and stream.request.is_finished:
                 stream.put(None)
-                del self._streams[delta.request_id]
+                del self._streams[name]
 
     def _died(self) -> EngineDied:
         if self._error is not None:

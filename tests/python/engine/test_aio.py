@@ -34,6 +34,18 @@ def test_many_callers_each_get_their_own() -> None:
     asyncio.run(main())
 
 
+def test_all_branches_are_delivered_to_the_end() -> None:
+    async def main() -> None:
+        async with AsyncEngine(make()) as running:
+            stream = await running.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=6, n=3))
+            got: dict[int, list[int]] = {}
+            async for delta in stream:
+                got.setdefault(delta.index, []).extend(delta.tokens)
+            assert got == dict.fromkeys(range(3), expected([1, 2, 3], 6))
+
+    asyncio.run(main())
+
+
 def test_a_caller_who_goes_away_frees_the_blocks() -> None:
     async def main() -> None:
         engine = make(num_blocks=30)
@@ -44,8 +56,15 @@ def test_a_caller_who_goes_away_frees_the_blocks() -> None:
             stream.cancel()
             await running.drain()
             assert engine.counters.finished == {"abort": 1}
+            forward, pause = engine.runner.forward, threading.Event()
+
+            def slow(items: Any, pool: Any) -> Any:
+                pause.wait(0.02)
+                return forward(items, pool)
+
+            engine.runner.forward = slow  # type: ignore[method-assign]
             task = asyncio.create_task(collect(running, [5] * 20, 90))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
