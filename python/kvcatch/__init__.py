@@ -1,21 +1,25 @@
 """kvcatch: a paged KV-cache block pool for LLM serving, with a Rust core.
 
+.. code-block:: python
+
     import numpy as np, kvcatch
 
     pool = kvcatch.BlockPool(num_blocks=60_000, block_size=16, placement="bitmap")
-    seq = pool.create(tokens, owner="req-17", tags={"tenant": "acme"})   # shares cached prefix
-    blocks seq.hit_tokens                                                       # tokens that need
-    no prefill pool.commit(seq)                                                     # written:
-    others may find it pool.append([seq], 1)                                                # room
-    for a token, whole batch pool.block_tables([seq], out=tables); pool.slot_mapping([seq],
-    out=slots) pool.commit([seq], new_tokens) pool.free(seq)
+    seq = pool.create(tokens, owner="req-17", tags={"tenant": "acme"})  # shares cached prefix blocks
+    seq.hit_tokens                            # tokens that need no prefill
+    pool.commit(seq)                          # written: others may find them
+    pool.append([seq], 1)                     # room for a token, whole batch
+    pool.block_tables([seq], out=tables)
+    pool.slot_mapping([seq], out=slots)
+    pool.commit([seq], new_tokens)
+    pool.free(seq)
 
 ``BlockPool`` is the one object most users need; ``FreeBlocks`` is the same placement and eviction
-for an engine that keeps its own reference counts and hashes. Every refusal is a ``KvcatchError``
-with its numbers; ``OutOfBlocks`` says what was needed and what was there.
+for an engine that keeps its own reference counts and hashes. ``kvcatch.kernels`` moves and reads the
+bytes, ``kvcatch.engine`` serves a model with both. Every refusal is a ``KvcatchError`` with its
+numbers; ``OutOfBlocks`` says what was needed and what was there.
 
-From a shell: ``kvcatch bench`` compares policies on a workload, ``kvcatch inspect`` reads a
-snapshot.
+From a shell: ``kvcatch --help``.
 """
 
 import warnings as _warnings
@@ -38,9 +42,11 @@ from kvcatch.errors import (
     DoubleFree,
     InvalidArgument,
     InvalidType,
+    KernelError,
     KvcatchError,
     MissingExtra,
     OutOfBlocks,
+    OutOfMemory,
     SnapshotError,
     StaleHandle,
     StalePlan,
@@ -55,10 +61,12 @@ __all__ = [
     "FreeBlocks",
     "InvalidArgument",
     "InvalidType",
+    "KernelError",
     "KvcatchError",
     "MissReport",
     "MissingExtra",
     "OutOfBlocks",
+    "OutOfMemory",
     "Pin",
     "Prefix",
     "Sequence",

@@ -12,6 +12,7 @@ from kvcatch.errors import InvalidArgument
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvcatch.engine.governor import GovernorConfig
     from kvcatch.engine.runner import ModelRunner
     from kvcatch.kernels.layout import KVDtype
     from kvcatch.models.load import LoadedModel
@@ -52,6 +53,7 @@ def build_engine(
     kv_bytes: int | None = None,
     max_model_len: int | None = None,
     num_threads: int | None = None,
+    governor: GovernorConfig | None = None,
     **options: Any,
 ) -> BuiltEngine:
     """Load a model and put an engine around it.
@@ -68,6 +70,7 @@ def build_engine(
             most :data:`DEFAULT_KV_BYTES`.
         max_model_len: most tokens of a request; ``None``: the model's own, or what the pool holds.
         num_threads: of one torch operation.
+        governor: limits under load; ``None`` for none.
         options: fields of :class:`EngineConfig`.
 
     Raises:
@@ -102,4 +105,4 @@ def build_engine(
         max_model_len = min(longest, num_blocks * block_size)
     config = EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len, **options)
     runner = ModelRunner(loaded.model, get_backend(device), config, kv_dtype)
-    return BuiltEngine(Engine(config, runner, loaded.tokenizer), loaded, runner, str(threads))
+    return BuiltEngine(Engine(config, runner, loaded.tokenizer, governor=governor), loaded, runner, str(threads))
