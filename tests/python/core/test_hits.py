@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcatch import BlockPool
+from kvcatch import BlockPool, InvalidArgument
 
 PROMPT = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 
@@ -33,10 +34,6 @@ def test_hits_are_what_create_shares_and_what_it_costs(
 
 
 def test_a_prefix_of_another_block_size_is_refused() -> None:
-    import pytest
-
-    from kvcatch import InvalidArgument
-
     pool = BlockPool(8, 4)
-    with pytest.raises(InvalidArgument, match="block size"):
+    with pytest.raises(InvalidArgument, match="block_size = 8"):
         pool.hits(BlockPool(8, 8).prefix([1, 2, 3]))
