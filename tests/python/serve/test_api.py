@@ -17,7 +17,7 @@ from kvcatch.engine.governor import GovernorConfig
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from conftest import Served
+    from serving import Served
 
 
 def text_of(tokens: list[int]) -> str:
