@@ -49,11 +49,15 @@ test: $(VENV)/.built $(VENV)/.test-tools ## Build and run every test: Rust, Pyth
 .PHONY: dev
 dev: $(VENV)/.built $(VENV)/.test-tools ## Build the extension (release) into .venv with what tests and lint need
 
-.PHONY: test-rust test-python
+.PHONY: test-rust test-python test-kernels test-kernels-all
 test-rust: $(VENV)/.built $(VENV)/.test-tools ## The Rust tests alone
 	$(BIN)/python tests/run.py --only rust
 test-python: $(VENV)/.built $(VENV)/.test-tools ## The Python tests alone
 	$(BIN)/python tests/run.py --only python
+test-kernels: $(VENV)/.built $(VENV)/.test-tools ## The CUDA kernels on the CPU: emulated, sanitizers, compile budget
+	$(BIN)/python tests/run.py --only kernels
+test-kernels-all: $(VENV)/.built $(VENV)/.test-tools ## The same with every variant and shape (slow)
+	$(BIN)/python tests/run.py --only kernels --slow
 
 .PHONY: format
 format: $(VENV)/.built $(VENV)/.test-tools ## Format Rust and Python

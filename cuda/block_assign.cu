@@ -2,8 +2,8 @@
 // dst), in one launch with no scratch block and no synchronisation.
 //
 // Why it is safe: a copy of a block touches byte o of src and byte o of dst only. One thread does byte o (16 of them) of
-// every copy of a connected group, in an order that reads each block before it is overwritten; no other thread ever
-// touches those bytes. A cycle needs one temporary per byte: a register.
+// every copy of a group, in an order that reads each block before it is overwritten; no other thread writes a byte that
+// it touches (groups share no block but those that are only read). A cycle needs one temporary per byte: a register.
 //
 // ops[first[g] .. first[g + 1]) is group g in that order (order_moves in the Rust core); id -1 names the register.
 // Every op reads what its source held before the launch, so the next op's loads may be issued before this op's stores:
@@ -15,9 +15,11 @@
 constexpr int THREADS = 256;
 constexpr int COLUMNS = 4;                   // 16-byte columns a thread carries through a group
 constexpr int CHUNK = 32 * 16 * COLUMNS;
+constexpr int LEFT_OUT = -2;
 
+// ops: (dst, src). chunks: of a run, rounded up.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-assign_blocks(char* pool, const int2* ops /* (dst, src) */, const int* first, u32 groups, u32 regions, u32 chunks,
+assign_blocks(char* pool, const int2* ops, const int* first, u32 groups, u32 regions, u32 chunks,
               i64 region_bytes, i64 block_stride, i64 region_stride, int num_blocks, int* errors) {
   const u32 items = groups * regions * chunks;
   const u32 warps = gridDim.x * (THREADS / 32);
@@ -33,11 +35,17 @@ assign_blocks(char* pool, const int2* ops /* (dst, src) */, const int* first, u3
 
     int i = first[group];
     const int end = first[group + 1];
-    // -1 is the register; with the check a bad id becomes -2, which is neither read nor written.
+    // -1 is the register. With the check an op with a bad id is left out, and so is one that would copy a register
+    // which a bad id left empty.
+    bool filled = true;
     auto checked = [&](int at) {
       int2 op = ops[at];
-      if (op.x != -1 && !id_ok(errors, ASSIGN_BLOCKS, at, op.x, num_blocks)) op.x = -2;
-      if (op.y != -1 && !id_ok(errors, ASSIGN_BLOCKS, at, op.y, num_blocks)) op.x = op.y = -2;
+#if KV_CHECK_IDS
+      bool good = op.x == -1 || id_ok(errors, ASSIGN_BLOCKS, at, op.x, num_blocks);
+      good = (op.y == -1 ? filled : id_ok(errors, ASSIGN_BLOCKS, at, op.y, num_blocks)) && good;
+      if (op.x == -1) filled = good;
+      if (!good) op = make_int2(LEFT_OUT, LEFT_OUT);
+#endif
       return op;
     };
     auto load = [&](uint4(&v)[COLUMNS], int src) {
@@ -51,7 +59,7 @@ assign_blocks(char* pool, const int2* ops /* (dst, src) */, const int* first, u3
     int2 op = checked(i);
     load(now, op.y);
     for (;;) {
-      int2 following = make_int2(-2, -2);
+      int2 following = make_int2(LEFT_OUT, LEFT_OUT);
       if (++i < end) {
         following = checked(i);
         load(next, following.y);
@@ -76,4 +84,4 @@ assign_blocks(char* pool, const int2* ops /* (dst, src) */, const int* first, u3
     }
   }
 }
-KV_KERNEL(assign_blocks)
+KVEMU_KERNEL(assign_blocks)

@@ -15,9 +15,10 @@ constexpr int THREADS = 256;
 constexpr int LOADS = 8;                     // 16-byte loads in flight a thread
 constexpr int CHUNK = 32 * 16 * LOADS;       // bytes a warp copies at a time
 
+// moves: (src, dst). chunks: of a run, rounded up.
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-move_blocks(const char* source, char* target, const int2* moves /* (src, dst) */, u32 num_moves, u32 regions,
-            u32 chunks /* of a run, rounded up */, i64 region_bytes, i64 source_block, i64 source_region,
+move_blocks(const char* source, char* target, const int2* moves, u32 num_moves, u32 regions, u32 chunks,
+            i64 region_bytes, i64 source_block, i64 source_region,
             i64 target_block, i64 target_region, int source_blocks, int target_blocks, int* errors) {
   // 32 bits: a 64-bit division is a subroutine. The host has checked that the product fits.
   const u32 items = num_moves * regions * chunks;
@@ -49,4 +50,4 @@ move_blocks(const char* source, char* target, const int2* moves /* (src, dst) */
     }
   }
 }
-KV_KERNEL(move_blocks)
+KVEMU_KERNEL(move_blocks)

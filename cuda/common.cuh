@@ -11,20 +11,19 @@
 //   KV_BLOCK_SIZE  tokens of a block
 //   KV_CHECK_IDS   1: every block id and slot is checked on the device (id_ok below)
 //
-// Rules that keep a kernel runnable on the CPU: extern "C" names, KV_KERNEL(name) after each kernel, shared memory only
-// by KV_SHARED, no waiting for another block of threads.
+// Rules that keep a kernel runnable on the CPU: extern "C" names, KVEMU_KERNEL(name) after each kernel, shared memory only
+// by KV_SMEM, no waiting for another block of threads.
 #pragma once
 
 #ifdef KV_EMU
 #include "kvemu.h"
-#define KV_KERNEL(name) KVEMU_KERNEL(name)
-#define KV_SHARED(T, name) T* name = reinterpret_cast<T*>(kvemu_smem)
+#define KV_SMEM(T, name) T* name = reinterpret_cast<T*>(kvemu_smem)
 #else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
-#define KV_KERNEL(name)
-#define KV_SHARED(T, name)                              \
+#define KVEMU_KERNEL(name)
+#define KV_SMEM(T, name)                              \
   extern __shared__ __align__(128) unsigned char kv_shared_bytes[]; \
   T* name = reinterpret_cast<T*>(kv_shared_bytes)
 #endif

@@ -67,9 +67,9 @@ KV_DEVICE void store_codes(const Share& raw, char* tile, int row, int lane, floa
   }
 }
 
-// scale_offset: from an area of the e4m3 pool to its scales. head_scales: [layers][2][heads] (KV_SCALE 2).
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
-quantise_blocks(const char* source, char* pool, const int2* moves /* (src, dst) */, u32 num_moves, u32 layers, u32 heads,
+// moves: (src, dst). scale_offset: from an area of the e4m3 pool to its scales. head_scales: [layers][2][heads] (KV_SCALE 2).
+extern "C" __global__ void __launch_bounds__(THREADS, UNITS == LANES ? 3 : 2)
+quantise_blocks(const char* source, char* pool, const int2* moves, u32 num_moves, u32 layers, u32 heads,
                 i64 source_block, i64 source_layer, i64 source_kv, i64 pool_block, i64 pool_layer, i64 pool_kv,
                 i64 scale_offset, const float* head_scales, int source_blocks, int pool_blocks, int* errors) {
   const u32 items = num_moves * layers * 2 * heads;
@@ -91,6 +91,7 @@ quantise_blocks(const char* source, char* pool, const int2* moves /* (src, dst) 
 #elif KV_SCALE == 3
     // The scale needs the whole tile. A short one stays in registers; a long one is read again, from the L1 cache.
     float most = 0.f;
+#pragma unroll 1
     for (int step = 0; step < STEPS; step += AT_ONCE) {
 #pragma unroll
       for (int j = 0; j < AT_ONCE; j++) load_share(raw[j], from, (step + j) * ROWS + first_row, lane);
@@ -101,6 +102,7 @@ quantise_blocks(const char* source, char* pool, const int2* moves /* (src, dst) 
     inv = 1.f / scale;
     if (threadIdx.x % 32 == 0) scales[t.head] = scale;
 #endif
+#pragma unroll 1
     for (int step = 0; step < STEPS; step += AT_ONCE) {
       if (KV_SCALE != 3 || STEPS > AT_ONCE) {
 #pragma unroll
@@ -119,11 +121,11 @@ quantise_blocks(const char* source, char* pool, const int2* moves /* (src, dst) 
     }
   }
 }
-KV_KERNEL(quantise_blocks)
+KVEMU_KERNEL(quantise_blocks)
 
 // The way back; arguments as above, `source` the e4m3 pool and `target` the other.
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-dequantise_blocks(const char* source, char* target, const int2* moves /* (src, dst) */, u32 num_moves, u32 layers,
+dequantise_blocks(const char* source, char* target, const int2* moves, u32 num_moves, u32 layers,
                   u32 heads, i64 source_block, i64 source_layer, i64 source_kv, i64 target_block, i64 target_layer,
                   i64 target_kv, i64 scale_offset, const float* head_scales, int source_blocks, int target_blocks,
                   int* errors) {
@@ -164,4 +166,4 @@ dequantise_blocks(const char* source, char* target, const int2* moves /* (src, d
     }
   }
 }
-KV_KERNEL(dequantise_blocks)
+KVEMU_KERNEL(dequantise_blocks)

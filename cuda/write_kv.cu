@@ -79,4 +79,4 @@ write_kv(const io_t* key, const io_t* value, i64 key_token, i64 key_head, i64 va
     }
   }
 }
-KV_KERNEL(write_kv)
+KVEMU_KERNEL(write_kv)

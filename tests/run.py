@@ -1,7 +1,8 @@
 """Run every test of the repository and say at the end, by name, what was skipped and why.
 
-Four suites: ``rust`` (cargo test), ``python`` (pytest), ``callgrind`` (instructions per hot call) and ``fuzz`` (the
-pool under random operations, for a bounded time). Standard library only. `make test` is the way to call it.
+Six suites: ``rust`` (cargo test), ``python`` (pytest), ``kernels`` (the CUDA kernels on the CPU, and what the compiler
+makes of them), ``gpu`` (skipped without one), ``callgrind`` (instructions per hot call) and ``fuzz`` (the pool under
+random operations, for a bounded time). Standard library only. `make test` is the way to call it.
 """
 
 from __future__ import annotations
@@ -97,12 +98,12 @@ def run_rust(_: argparse.Namespace) -> Suite:
     return suite
 
 
-def run_pytest(name: str, folder: str) -> Suite:
+def run_pytest(name: str, folder: str, *options: str) -> Suite:
     """One pytest run; names and reasons of skipped tests come from its JUnit report."""
     suite = Suite(name)
     report = TARGET / f"pytest-{name}.xml"
     report.unlink(missing_ok=True)
-    status, _ = stream([sys.executable, "-m", "pytest", folder, f"--junitxml={report}"])
+    status, _ = stream([sys.executable, "-m", "pytest", folder, f"--junitxml={report}", *options])
     if not report.exists():
         suite.broken = f"pytest exited {status}"
         return suite
@@ -125,6 +126,16 @@ def run_pytest(name: str, folder: str) -> Suite:
 def run_python(_: argparse.Namespace) -> Suite:
     """The package, and the core through its boundary."""
     return run_pytest("python", "tests/python")
+
+
+def run_kernels(options: argparse.Namespace) -> Suite:
+    """The CUDA kernels emulated, their sanitizer runs on small shapes, and the compile budget."""
+    return run_pytest("kernels", "tests/cuda_host", *([] if options.slow else ["-m", "not slow"]))
+
+
+def run_gpu(_: argparse.Namespace) -> Suite:
+    """The kernels on a GPU; one skipped test says why where there is none."""
+    return run_pytest("gpu", "tests/gpu")
 
 
 def run_callgrind(_: argparse.Namespace) -> Suite:
@@ -184,7 +195,14 @@ def run_fuzz(options: argparse.Namespace) -> Suite:
     return suite
 
 
-SUITES = {"rust": run_rust, "python": run_python, "callgrind": run_callgrind, "fuzz": run_fuzz}
+SUITES = {
+    "rust": run_rust,
+    "python": run_python,
+    "kernels": run_kernels,
+    "gpu": run_gpu,
+    "callgrind": run_callgrind,
+    "fuzz": run_fuzz,
+}
 
 
 def summary(suites: list[Suite]) -> Iterator[str]:
@@ -214,6 +232,7 @@ def main() -> int:
     parser.add_argument(
         "--fuzz-seconds", type=int, default=seconds, help="for each fuzz target (%(default)s)"
     )
+    parser.add_argument("--slow", action="store_true", help="every kernel variant and shape, too")
     options = parser.parse_args()
     TARGET.mkdir(parents=True, exist_ok=True)
     suites = []

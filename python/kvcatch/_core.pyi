@@ -142,12 +142,14 @@ class CompactionPlan:
     def apply(self, kv_cache: KVCache | None = None, backend: Backend | None = None) -> None:
         """Move bytes and tables as one step: tables, prefix index and owners follow the blocks.
 
-        With ``kv_cache`` and ``backend`` the copies are put on the backend's stream first, without waiting for them; the
-        tables change after that, so that whatever is launched next reads and writes behind the copies. The pool is held
-        meanwhile: other threads wait. Without them the bytes are the caller's to copy before anything reads.
+        With ``kv_cache`` and ``backend`` the copies are put on the backend's stream first, without
+        waiting for them; the tables change after that, so that whatever is launched next reads and
+        writes behind the copies. The pool is held meanwhile: other threads wait. Without them the
+        bytes are the caller's to copy before anything reads.
 
-        Raises StalePlan when the pool changed in a way that matters or the plan was applied already, InvalidArgument when
-        the cache is not of this pool's size, and whatever the backend refuses; nothing is changed then.
+        Raises StalePlan when the pool changed in a way that matters or the plan was applied
+        already, InvalidArgument when the cache is not of this pool's size, and whatever the backend
+        refuses; nothing is changed then.
         """
     def to_dict(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
@@ -392,7 +394,8 @@ def check_moves(src: _Ids, dst: _Ids, *, allow_overlap: bool) -> None:
 def order_moves(src: _Ids, dst: _Ids) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Order any assignment so that each block is read before it is overwritten.
 
-    Returns ``ops`` [n, 2] of (dst, src), where -1 is a temporary, and ``first`` [groups + 1]: groups may run side by side.
+    Returns ``ops`` [n, 2] of (dst, src), where -1 is a temporary, and ``first`` [groups + 1]:
+    groups may run side by side.
     """
 
 def decode_work(
@@ -400,8 +403,9 @@ def decode_work(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
     """Share the tokens of a decode batch among ``num_slots`` processors.
 
-    Returns ``pieces`` [n, 4] of (row, first token, end token, partial result or -1), longest first; ``merges`` [m, 4] of
-    (row, first partial, end partial, 0), with first = end for an empty sequence; and the number of partial results.
+    Returns ``pieces`` [n, 4] of (row, first token, end token, partial result or -1), longest first;
+    ``merges`` [m, 4] of (row, first partial, end partial, 0), with first = end for an empty
+    sequence; and the number of partial results.
     """
 
 def cuda_sources() -> dict[str, str]:

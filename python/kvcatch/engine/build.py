@@ -105,4 +105,6 @@ def build_engine(
         max_model_len = min(longest, num_blocks * block_size)
     config = EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len, **options)
     runner = ModelRunner(loaded.model, get_backend(device), config, kv_dtype)
-    return BuiltEngine(Engine(config, runner, loaded.tokenizer, governor=governor), loaded, runner, str(threads))
+    return BuiltEngine(
+        Engine(config, runner, loaded.tokenizer, governor=governor), loaded, runner, str(threads)
+    )

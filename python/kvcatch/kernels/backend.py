@@ -129,17 +129,28 @@ class Backend(Protocol):
         e4m3 cache is quantised on the way (``token``: one scale per token and head from its largest
         magnitude; ``head``: the cache's); a ``block``-scaled cache refuses, its blocks come from
         :meth:`quantise_blocks`.
+
+        The dtype is the cache's; an e4m3 cache takes float32, float16 and bfloat16. A row's elements lie side by side;
+        rows start at multiples of 16 bytes, as slices of a larger tensor may. Naming a slot twice leaves either token.
+
+        An e4m3 code is made so on every backend, bit for bit. All in float32, to nearest, ties to even: ``amax`` is the
+        largest magnitude of the elements that share a scale, NaN left out; ``scale = amax / 448``, or 1 where ``amax <
+        2**-100``; ``code = e4m3(clamp(x * (1 / scale), -448, 448))``, NaN as 0x7F. An infinity makes its ``amax`` and
+        ``scale`` infinite, and what shares that scale reads back as NaN.
         """
 
     def quantise_blocks(
         self, source: KVCache, cache: KVCache, src: BlockIds, dst: BlockIds
     ) -> None:
-        """Convert full blocks of a 16 or 32-bit pool into blocks of an e4m3 pool of any scale."""
+        """Convert full blocks of a 16 or 32-bit pool into blocks of an e4m3 pool of any scale.
+
+        The formula is that of :meth:`write_kv`. The two pools are apart in memory; their orders may differ.
+        """
 
     def dequantise_blocks(
         self, cache: KVCache, target: KVCache, src: BlockIds, dst: BlockIds
     ) -> None:
-        """Convert blocks of an e4m3 pool into blocks of a 16 or 32-bit pool."""
+        """Convert blocks of an e4m3 pool into blocks of a 16 or 32-bit pool: code times scale, rounded to even."""
 
     # --- attention ------------------------------------------------------------------------------
 

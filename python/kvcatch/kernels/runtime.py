@@ -55,6 +55,9 @@ class Runtime(Protocol):
         It is kept until the launches after it ran.
         """
 
+    def download(self, view: TensorView) -> NDArray[np.generic[Any]]:
+        """Copy a small device array to the host; waits for the current stream."""
+
     def scratch(self, shape: tuple[int, ...], dtype: str) -> TensorView:
         """Uninitialised device memory for this call's launches, given back in stream order.
 

@@ -50,6 +50,7 @@ def _metrics(engine: Engine) -> Iterator[tuple[str, str, str, Values]]:
         by("state", states),
     )
     yield "num_blocks", "gauge", "Blocks of the pool.", one(pool.num_blocks)
+    yield "block_size_tokens", "gauge", "Tokens per block.", one(pool.block_size)
     yield "reserved_blocks", "gauge", "Blocks promised and not handed out.", one(pool.num_reserved)
     yield "available_blocks", "gauge", "free + cached - pinned - reserved.", one(pool.available)
     yield (

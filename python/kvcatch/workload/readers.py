@@ -101,14 +101,15 @@ def read_trace(path: str | Path, requests: int | None = None) -> Workload:
     """Read a trace, its format recognised by its first line.
 
     Args:
-        path: A Mooncake JSONL, Azure LLM CSV or BurstGPT CSV file.
+        path: A Mooncake JSONL, Azure LLM CSV or BurstGPT CSV file, or a CSV with the columns
+            prompt_tokens and output_tokens.
         requests: Read only the first so many requests.
 
     Raises:
         TraceError: A line is malformed (file, line and field are named) or the format is unknown.
         OSError: The file cannot be read.
     """
-    from kvcatch.workload import azure, burstgpt, mooncake
+    from kvcatch.workload import azure, burstgpt, lengths, mooncake
 
     path = Path(path)
     first = next(lines(path), None)
@@ -118,7 +119,7 @@ def read_trace(path: str | Path, requests: int | None = None) -> Workload:
         workload = mooncake.read(path, requests)
     else:
         names = [name.strip() for name in first.text.split(",")]
-        for reader in (azure, burstgpt):
+        for reader in (azure, burstgpt, lengths):
             if all(column in names for column in reader.COLUMNS):
                 workload = reader.read(path, requests)
                 break
@@ -126,7 +127,8 @@ def read_trace(path: str | Path, requests: int | None = None) -> Workload:
             first.fail(
                 "header",
                 first.text,
-                "neither Mooncake JSONL, nor the columns of Azure LLM or BurstGPT",
+                "neither Mooncake JSONL, nor the columns of Azure LLM or BurstGPT, nor "
+                "prompt_tokens,output_tokens",
             )
     if not workload.requests:
         raise TraceError(f"{path}: no complete request in the file")

@@ -14,21 +14,32 @@ one decode token per sequence:
    never computed.
 
 All requests wait from the first step on: arrival gives their order, not their time.
+
+That is law ``full_prompt`` with whole prompts; other laws and a token budget per step are
+``workload.law_replay``'s.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcatch.errors import InvalidArgument, OutOfBlocks
 from kvcatch.workload.foresight import next_uses
 from kvcatch.workload.measure import MAX_SAMPLES, LeastRuns, Samples, histogram, mean, quantile
+from kvcatch.workload.settings import (
+    BANDWIDTH_GB_S,
+    BYTES_PER_TOKEN,
+    DESCRIPTOR_US,
+    MAX_PASSED_OVER,
+    Order,
+    ReplayResult,
+    ReplaySettings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,163 +49,24 @@ if TYPE_CHECKING:
     from kvcatch._core import BlockPool, Prefix
     from kvcatch.workload.request import Request, Workload
 
-MAX_PASSED_OVER = 512
-"""Under ``cache_aware`` no request is passed over more often than this."""
+__all__ = [
+    "BANDWIDTH_GB_S",
+    "BYTES_PER_TOKEN",
+    "DESCRIPTOR_US",
+    "FAR",
+    "MAX_PASSED_OVER",
+    "Order",
+    "Replay",
+    "ReplayResult",
+    "ReplaySettings",
+    "Running",
+    "Waiting",
+    "replay",
+    "start_replay",
+]
 
-DESCRIPTOR_US = 3.4
-"""Cost of one transfer descriptor: 79.6 ms to post 23,252 of them (vLLM pull request 55841)."""
-
-BANDWIDTH_GB_S = 40.0
-"""Copy bandwidth with merged runs: 40 to 43 GB/s (vLLM pull request 35990)."""
-
-BYTES_PER_TOKEN = 131_072
-"""K and V of one token of Llama-3.1-8B in bf16: 32 layers x 8 KV heads x 128 x 2 x 2 bytes."""
-
-_FAR = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """In which order waiting requests are admitted.
-
-    Attributes:
-        name: ``fcfs``, or ``cache_aware``: the longest cached prefix among the first ``window``
-            waiting (ties: the earliest), nobody passed over more than ``MAX_PASSED_OVER`` times, a
-            preempted one at the head first.
-        window: Waiting requests looked at.
-    """
-
-    name: str = "fcfs"
-    window: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Order:
-        """Read ``fcfs``, ``cache_aware`` (a window of 64) or ``cache_aware:WINDOW``."""
-        if text == "fcfs":
-            return cls()
-        match = re.fullmatch(r"cache_aware(?::(\d{1,6}))?", text)
-        if match is None:
-            raise InvalidArgument(
-                f"order = {text!r}: must be fcfs, cache_aware or cache_aware:WINDOW"
-            )
-        window = int(match[1] or 64)
-        if window < 1:
-            raise InvalidArgument(f"order = {text!r}: the window must be 1 request or more")
-        return cls("cache_aware", window)
-
-    def __str__(self) -> str:
-        return self.name if self.name == "fcfs" else f"{self.name}:{self.window}"
-
-
-@dataclass(frozen=True, slots=True)
-class ReplaySettings:
-    """What is the same for every policy of a run.
-
-    Attributes:
-        max_num_seqs: Sequences that run at once.
-        order: Order of admission.
-        watermark: Share of the pool that must stay available after an admission while something
-            runs.
-        descriptor_us: Cost of one transfer descriptor (µs); one run is one descriptor.
-        bandwidth_gb_s: Transfer bandwidth (GB/s).
-        bytes_per_token: K and V of one token, all layers (bytes).
-    """
-
-    max_num_seqs: int = 64
-    order: Order = field(default_factory=Order)
-    watermark: float = 0.0
-    descriptor_us: float = DESCRIPTOR_US
-    bandwidth_gb_s: float = BANDWIDTH_GB_S
-    bytes_per_token: int = BYTES_PER_TOKEN
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_num_seqs <= 1_000_000:
-            limits = "must be between 1 and 1000000"
-            raise InvalidArgument(f"max_num_seqs = {self.max_num_seqs}: {limits}")
-        if not 0 <= self.watermark < 1:
-            raise InvalidArgument(f"watermark = {self.watermark}: must be at least 0 and below 1")
-        if not 0 <= self.descriptor_us <= 1e9:
-            limits = "must be between 0 and 1e9"
-            raise InvalidArgument(f"descriptor_us = {self.descriptor_us}: {limits}")
-        if not 1e-6 <= self.bandwidth_gb_s <= 1e9:
-            limits = "must be between 1e-6 and 1e9"
-            raise InvalidArgument(f"bandwidth_gb_s = {self.bandwidth_gb_s}: {limits}")
-        if self.bytes_per_token < 1:
-            raise InvalidArgument(f"bytes_per_token = {self.bytes_per_token}: must be 1 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayResult:
-    """What one policy did with a workload. Means are over finished sequences unless said otherwise.
-
-    Attributes:
-        finished: Sequences that generated all their tokens.
-        never_fits: Requests dropped because they do not fit the empty pool.
-        steps: Engine steps.
-        decode_tokens: Tokens appended one by one.
-        runs_per_sequence: Mean runs of a sequence's blocks when it was freed.
-        runs_per_sequence_p50: Half of the sequences had no more runs.
-        runs_per_sequence_p90: 90 % of the sequences had no more runs.
-        runs_per_sequence_p99: 99 % of the sequences had no more runs.
-        least_runs: Mean of the fewest runs possible given the shared prefixes
-            (``measure.LeastRuns``).
-        prompt_runs: Mean runs at admission, over all admissions.
-        blocks_per_sequence: Mean blocks of a sequence when it was freed.
-        hit_tokens: Prompt tokens found cached, over all admissions.
-        first_admission_hit_tokens: The same without readmissions after a preemption.
-        prefill_tokens: Prompt tokens computed, over all admissions.
-        preemptions: Sequences preempted.
-        us_per_decode_token: CPU time of the loop per decode token (µs; a busy machine does not
-            count): every pool call (create with hashing, append, commit, free, lookup) and the
-            loop's own Python. Not in it: making token ids, counting runs, samples, foresight for
-            ``clairvoyant``, table export.
-        export_us_per_decode_token: ``block_tables`` (rows as wide as the longest of the batch) and
-            ``slot_mapping`` per decode token (µs), measured on the sampled steps.
-        largest_free_run: Mean over samples of the longest run of clean blocks (blocks).
-        pages_pinned: Mean over samples of the pages that cannot be given back because a block in
-            them is active or cached (pages).
-        waiting_steps_median: Steps from the start of the replay to a request's first admission.
-        waiting_steps_p99: The same, 99 % waited no longer.
-        waiting_steps_max: The same, the longest.
-        passed_over_max: Most times one request was passed over by a later one.
-        transfer_ms: Mean time to send one admitted prompt (ms):
-            prompt_runs * descriptor_us + prompt bytes / bandwidth.
-        seconds: Wall time of the whole replay, everything in it (s).
-        runs_histogram: Finished sequences by runs, in power-of-two buckets.
-        samples: State of the pool over time, at most 200 rows.
-    """
-
-    finished: int
-    never_fits: int
-    steps: int
-    decode_tokens: int
-    runs_per_sequence: float
-    runs_per_sequence_p50: int
-    runs_per_sequence_p90: int
-    runs_per_sequence_p99: int
-    least_runs: float
-    prompt_runs: float
-    blocks_per_sequence: float
-    hit_tokens: int
-    first_admission_hit_tokens: int
-    prefill_tokens: int
-    preemptions: int
-    us_per_decode_token: float
-    export_us_per_decode_token: float
-    largest_free_run: float
-    pages_pinned: float
-    waiting_steps_median: int
-    waiting_steps_p99: int
-    waiting_steps_max: int
-    passed_over_max: int
-    transfer_ms: float
-    seconds: float
-    runs_histogram: dict[str, int]
-    samples: list[dict[str, Any]]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The columns as snake_case keys, for JSON."""
-        return asdict(self)
+FAR = np.iinfo(np.int64).max
+"""A step that never comes."""
 
 
 def replay(
@@ -215,16 +87,35 @@ def replay(
     Raises:
         InvalidArgument: The pool is not empty.
     """
+    return start_replay(workload, pool, settings, progress).run()
+
+
+def start_replay(
+    workload: Workload,
+    pool: BlockPool,
+    settings: ReplaySettings | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Replay:
+    """The replay, ready to run: who wants more than its result keeps it (arguments as ``replay``).
+
+    Raises:
+        InvalidArgument: The pool is not empty.
+    """
     if pool.num_active or pool.num_cached:
         raise InvalidArgument(
             f"the pool has {pool.num_active} active and {pool.num_cached} cached blocks: a replay "
             "starts with an empty one"
         )
-    return _Replay(workload, pool, settings or ReplaySettings(), progress).run()
+    settings = settings or ReplaySettings()
+    if settings.law != "full_prompt" or settings.token_budget is not None:
+        from kvcatch.workload.law_replay import LawReplay
+
+        return LawReplay(workload, pool, settings, progress)
+    return Replay(workload, pool, settings, progress)
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class Waiting:
     """A request in the queue. ``prefix`` is made when it comes into the window."""
 
     request: Request
@@ -235,7 +126,7 @@ class _Waiting:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class Running:
     """A running sequence's facts that no step changes."""
 
     request: Request
@@ -243,8 +134,13 @@ class _Running:
     passed_over: int
 
 
-class _Replay:
-    """State of one replay; the running batch is the first ``self.n`` entries of its arrays."""
+class Replay:
+    """State of one replay; the running batch is the first ``self.n`` entries of its arrays.
+
+    Attributes:
+        waits: Steps until each first admission, in the order of the admissions.
+        first_admitted: Index of the request of each of them.
+    """
 
     def __init__(
         self,
@@ -258,11 +154,11 @@ class _Replay:
         self.progress = progress
         self.total = len(workload)
         self.pending = deque(workload.requests)
-        self.window: deque[_Waiting] = deque()
+        self.window: deque[Waiting] = deque()
         self.refused = False
 
         self.n = 0
-        self.running: list[_Running] = []
+        self.running: list[Running] = []
         self.handles = np.zeros(settings.max_num_seqs, dtype=np.int64)
         # At step s a sequence computes token id `token_base + s`; it leaves at the end of step `ends`.
         self.token_base = np.zeros(settings.max_num_seqs, dtype=np.int32)
@@ -287,6 +183,7 @@ class _Replay:
         self.prompt_runs: list[int] = []
         self.prompt_tokens = 0
         self.waits: list[int] = []
+        self.first_admitted: list[int] = []
         self.passed_over_max = 0
         self.least_runs = LeastRuns(pool.num_blocks)
         decode_tokens = sum(request.output_tokens for request in workload.requests)
@@ -296,6 +193,7 @@ class _Replay:
         self.export_tokens = 0
 
     def run(self) -> ReplayResult:
+        """Every request to its end, and what was measured."""
         begin = time.thread_time()
         while self.pending or self.window or self.n:
             self.steps += 1
@@ -333,36 +231,41 @@ class _Replay:
             blocks = len(self.pool.block_ids(handle))
             self.pool.set_next_use(handle, np.zeros(blocks, dtype=np.int64))
         self.pool.free(self.handles[self.n : self.n + 1])
-        self.window.appendleft(_Waiting(last.request, generated, True, last.passed_over))
+        self.window.appendleft(Waiting(last.request, generated, True, last.passed_over))
         self.preemptions += 1
         self.refused = False
-        self.next_end = int(self.ends[: self.n].min(initial=_FAR))
+        self.next_end = int(self.ends[: self.n].min(initial=FAR))
 
     def _admit(self) -> None:
-        while self.n < self.settings.max_num_seqs and not self.refused:
-            self._fill_window()
-            if not self.window:
-                return
-            chosen = self._choose()
-            waiting = self.window[chosen]
-            if self._start(waiting):
-                del self.window[chosen]
-                for position in range(chosen):
-                    passed = self.window[position]
-                    passed.passed_over += 1
-                    self.passed_over_max = max(self.passed_over_max, passed.passed_over)
-            elif self.n == 0:
-                self.never_fits += 1
-                del self.window[chosen]
-            else:
-                self.refused = True
+        while self.n < self.settings.max_num_seqs and not self.refused and self._admit_one():
+            pass
+
+    def _admit_one(self) -> bool:
+        """Try the next request; False when none waits."""
+        self._fill_window()
+        if not self.window:
+            return False
+        chosen = self._choose()
+        waiting = self.window[chosen]
+        if self._start(waiting):
+            del self.window[chosen]
+            for position in range(chosen):
+                passed = self.window[position]
+                passed.passed_over += 1
+                self.passed_over_max = max(self.passed_over_max, passed.passed_over)
+        elif self.n == 0:
+            self.never_fits += 1
+            del self.window[chosen]
+        else:
+            self.refused = True
+        return True
 
     def _fill_window(self) -> None:
         size = self.settings.order.window
         while len(self.window) < size and self.pending:
-            self.window.append(_Waiting(self.pending.popleft()))
+            self.window.append(Waiting(self.pending.popleft()))
 
-    def _prefix(self, waiting: _Waiting) -> Prefix:
+    def _prefix(self, waiting: Waiting) -> Prefix:
         """The request's hashed prompt, made once."""
         if waiting.prefix is None:
             begin = time.thread_time()
@@ -383,7 +286,7 @@ class _Replay:
                 break
         return int(np.argmax(self.pool.lookup_many(candidates)))
 
-    def _start(self, waiting: _Waiting) -> bool:
+    def _start(self, waiting: Waiting) -> bool:
         """Admit the request, or change nothing and return False."""
         pool, request = self.pool, waiting.request
         ahead = self.watermark_tokens if self.n else 0
@@ -402,6 +305,7 @@ class _Replay:
         if not waiting.is_preempted:
             self.first_hit_tokens += hit
             self.waits.append(self.steps)
+            self.first_admitted.append(request.index)
 
         begin = time.thread_time()
         if self.next_uses is not None:
@@ -418,7 +322,7 @@ class _Replay:
         self.token_base[n] = request.output_start + waiting.generated - self.steps - 1
         self.ends[n] = end
         self.next_end = min(self.next_end, end) if n else end
-        self.running.append(_Running(request, len(blocks), waiting.passed_over))
+        self.running.append(Running(request, len(blocks), waiting.passed_over))
         self.n = n + 1
         return True
 
@@ -438,7 +342,7 @@ class _Replay:
             column[: len(stay)] = column[stay]
         self.running = [self.running[position] for position in stay]
         self.n = len(stay)
-        self.next_end = int(self.ends[: self.n].min(initial=_FAR))
+        self.next_end = int(self.ends[: self.n].min(initial=FAR))
         self.refused = False
         if self.progress is not None:
             self._report()

@@ -1,18 +1,15 @@
-"""The ``kvcatch`` command. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+"""``kvcatch bench``: replay a workload against allocator policies."""
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path  # noqa: TC003
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -25,8 +22,8 @@ from kvcatch.bench import (
     Column,
     each_policy,
 )
-from kvcatch.errors import InvalidArgument, KvcatchError, SnapshotError, TraceError
-from kvcatch.snapshot import Holding, Snapshot
+from kvcatch.cli.common import app, fail, make_console, one_line_errors
+from kvcatch.errors import InvalidArgument
 from kvcatch.workload.generators import WORKLOADS, generate
 from kvcatch.workload.readers import read_trace
 from kvcatch.workload.replay import (
@@ -39,77 +36,15 @@ from kvcatch.workload.replay import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from kvcatch.workload.request import Workload
 
-WIDTH = 100
-MAX_ROWS = 20
 GENERATED_REQUESTS = 1_000
 DONE_EVERY_SECONDS = 5.0
 
 MAX_REQUESTS = 10_000_000
 """Most requests of one replay."""
-
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"max_content_width": WIDTH, "help_option_names": ["-h", "--help"]},
-)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    console.width = WIDTH
-    return console
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    sys.stdout.flush()
-    print(f"kvcatch: {message}", file=sys.stderr)  # noqa: T201
-    raise typer.Exit(code)
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn what kvcatch and the file system refuse into one line and an exit code."""
-    try:
-        yield
-    except (InvalidArgument, TraceError, SnapshotError) as error:
-        _fail(str(error), 2)
-    except KvcatchError as error:
-        _fail(str(error), 1)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        name = f"{error.filename}: " if error.filename else ""
-        _fail(f"{name}{error.strerror or error}", 2)
-
-
-def _print_version(value: bool) -> None:
-    if value:
-        from kvcatch._core import __version__, build_profile
-
-        suffix = "" if build_profile == "release" else f" ({build_profile} build)"
-        _console().print(f"kvcatch {__version__}{suffix}")
-        raise typer.Exit
-
-
-@app.callback()
-def _kvcatch(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None:
-    """Look after the KV cache of an LLM server: compare block allocators, read pool snapshots.
-
-    Example: kvcatch bench --workload chat
-    """
 
 
 @app.command()
@@ -187,7 +122,7 @@ def bench(
 
     Example: kvcatch bench --trace conversation.jsonl --num-blocks 60000 --policy bitmap+slru
     """
-    with _one_line_errors():
+    with one_line_errors():
         config = BenchConfig(
             policies=tuple(policy or DEFAULT_POLICIES),
             num_blocks=num_blocks,
@@ -205,9 +140,9 @@ def bench(
         if report is not None:
             _check_report(report)
         try:
-            work = _load(trace, workload, requests, seed)
+            work = load_workload(trace, workload, requests, seed)
         except KeyboardInterrupt:
-            _fail("interrupted while reading the workload; no policy was run", 130)
+            fail("interrupted while reading the workload; no policy was run", 130)
         for note in work.notes:
             print(f"kvcatch: note: {note}", file=sys.stderr)  # noqa: T201
         result, stopped = _run(work, config)
@@ -218,9 +153,9 @@ def bench(
             report.write_text(html_report(result), encoding="utf-8")
             print(f"kvcatch: report written to {report}", file=sys.stderr)  # noqa: T201
         if stopped:
-            _fail(stopped, 130)
+            fail(stopped, 130)
         if not any(row.finished for row in result.policies.values()):
-            _fail(f"no request fits {num_blocks} blocks of {block_size} tokens; none was run", 1)
+            fail(f"no request fits {num_blocks} blocks of {block_size} tokens; none was run", 1)
 
 
 def _check_report(report: Path) -> None:
@@ -234,7 +169,10 @@ def _check_report(report: Path) -> None:
         raise InvalidArgument(f"--report {report}: there is no folder {report.parent}")
 
 
-def _load(trace: Path | None, name: str | None, requests: int | None, seed: int) -> Workload:
+def load_workload(
+    trace: Path | None, name: str | None, requests: int | None, seed: int
+) -> Workload:
+    """The workload that --trace, --workload, --requests and --seed name."""
     if trace is not None and name is not None:
         raise InvalidArgument("--trace and --workload exclude each other")
     if requests is not None and not 1 <= requests <= MAX_REQUESTS:
@@ -270,7 +208,7 @@ class _Shown:
         self.where = f"{policies[0]} at 0 of {requests} requests"
         self.last = time.monotonic()
         self.bar: Progress | None = None
-        console = _console(stderr=True)
+        console = make_console(stderr=True)
         if console.is_terminal:
             self.bar = Progress(
                 TextColumn("{task.description}"),
@@ -319,7 +257,7 @@ def _show(result: BenchResult, *, as_json: bool) -> None:
         return
     if not result.policies:
         return
-    console = _console()
+    console = make_console()
     work, config = result.workload, result.config
     console.print(
         f"{work.name}: {len(work):,} requests, {work.prompt_tokens:,} prompt tokens, "
@@ -349,153 +287,3 @@ def _bench_table(result: BenchResult, columns: Sequence[Column]) -> Table:
     for name, row in result.policies.items():
         table.add_row(name, *(column.text(row) for column in columns))
     return table
-
-
-@app.command()
-def inspect(
-    snapshot: Annotated[
-        Path, typer.Argument(metavar="SNAPSHOT", help="JSON that pool.snapshot() gave.")
-    ],
-    live: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OWNER,...", help="Owners that are alive; others that hold blocks are zombies."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
-    """Print what is in a pool's snapshot: who holds what, runs, pages, fragmentation, zombies.
-
-    A snapshot whose numbers cannot be true together is refused with the arithmetic.
-
-    Example: kvcatch inspect snapshot.json --live req-17,req-18
-    """
-    with _one_line_errors():
-        read = Snapshot.read(snapshot)
-        owners = (
-            None if live is None else [name.strip() for name in live.split(",") if name.strip()]
-        )
-        if as_json:
-            print(json.dumps(read.to_dict(owners), indent=2, allow_nan=False))  # noqa: T201
-            return
-        _print_snapshot(read, owners)
-
-
-def _print_snapshot(read: Snapshot, owners: list[str] | None) -> None:
-    console = _console()
-    config, blocks, runs, pages, tokens = (
-        read.config,
-        read.blocks,
-        read.runs,
-        read.pages,
-        read.tokens,
-    )
-    null = ", one of them the null block" if blocks["null"] else ""
-    console.print(
-        f"pool of {config['num_blocks']:,} blocks of {config['block_size']} tokens{null}; "
-        f"{config['placement']}+{config['eviction']}, contiguity {config['contiguity']}"
-    )
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    facts.add_column(no_wrap=True)
-    facts.add_column()
-    total = blocks["total"]
-    facts.add_row(
-        "blocks",
-        ", ".join(
-            f"{name} {blocks[name]:,} ({_percent(blocks[name], total)})"
-            for name in ("free", "cached", "active")
-        )
-        + f" of {total:,}",
-    )
-    facts.add_row(
-        "available",
-        f"{blocks['available']:,} = free + cached - pinned cached - reserved "
-        f"(pinned {blocks['pinned']:,}, reserved {blocks['reserved']:,})",
-    )
-    facts.add_row(
-        "free runs",
-        f"{runs['free_runs']:,}, largest {runs['largest_run']:,} blocks, "
-        f"fragmentation {runs['fragmentation']:.1%}",
-    )
-    buckets = sorted(
-        runs["free_run_histogram"].items(), key=lambda item: int(item[0].split("-")[0])
-    )
-    histogram = ", ".join(f"{name}: {n:,}" for name, n in buckets if n)
-    facts.add_row("  by length", histogram or "none")
-    facts.add_row(
-        "pages",
-        f"{pages['empty']:,} empty, {pages['pinned']:,} pinned of {pages['total']:,} "
-        f"({config['blocks_per_page']} blocks each)",
-    )
-    facts.add_row(
-        "slots",
-        f"{tokens['used']:,} used of {tokens['slots']:,}, "
-        f"internal fragmentation {tokens['internal_fragmentation']:.1%}",
-    )
-    facts.add_row("sequences", f"{len(read.sequences):,}, pins {len(read.pins):,}")
-    console.print(facts)
-    console.print(_holdings("owner", read.holdings_by_owner(), total))
-    for tag in read.tag_names():
-        console.print(_holdings(f"tag {tag}", read.holdings_by_tag(tag), total))
-    if owners is not None:
-        zombies = read.zombies(owners)
-        if zombies:
-            held = sum(holding.blocks for holding in zombies)
-            console.print(
-                f"zombies: {held:,} blocks ({_percent(held, total)} of {total:,}) held by "
-                f"{len(zombies):,} owners that are not alive"
-            )
-            console.print(_holdings("zombie", zombies, total))
-        else:
-            console.print("zombies: none")
-
-
-def _percent(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "-"
-
-
-def _holdings(title: str, holdings: Sequence[Holding], total: int) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(title, overflow="fold", max_width=32)
-    for name in ("sequences", "blocks", "% of pool", "own", "tokens", "runs", "reserved"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for holding in holdings[:MAX_ROWS]:
-        table.add_row(
-            "(none)" if holding.name is None else holding.name,
-            f"{holding.sequences:,}",
-            f"{holding.blocks:,}",
-            _percent(holding.blocks, total),
-            f"{holding.own_blocks:,}",
-            f"{holding.num_tokens:,}",
-            f"{holding.runs:,}",
-            f"{holding.reserved:,}",
-        )
-    rest = holdings[MAX_ROWS:]
-    if rest:
-        table.add_row(
-            f"... {len(rest):,} more",
-            f"{sum(holding.sequences for holding in rest):,}",
-            f"{sum(holding.blocks for holding in rest):,}",
-            _percent(sum(holding.blocks for holding in rest), total),
-            f"{sum(holding.own_blocks for holding in rest):,}",
-            f"{sum(holding.num_tokens for holding in rest):,}",
-            f"{sum(holding.runs for holding in rest):,}",
-            f"{sum(holding.reserved for holding in rest):,}",
-        )
-    return table
-
-
-def main() -> None:
-    """Run the command line; the entry point of ``kvcatch``."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a sign gets another one, not a traceback.
-            stream.reconfigure(errors="replace")
-    try:
-        app()
-    except KeyboardInterrupt:
-        sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

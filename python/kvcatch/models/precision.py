@@ -1,0 +1,109 @@
+"""Which number format the weights take on this processor, and how matrices are multiplied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from kvcatch.errors import InvalidArgument
+from kvcatch.models.extras import need
+
+__all__ = ["CPU", "Precision", "WeightDtype", "choose_precision", "read_cpu"]
+
+WeightDtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class CPU:
+    """What the choice depends on.
+
+    Attributes:
+        vendor: As CPUID says it; empty where unknown.
+        flags: Names of instruction sets as Linux writes them.
+    """
+
+    vendor: str = ""
+    flags: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The choice. Keys and values take the same format unless the engine is told otherwise.
+
+    Attributes:
+        weights: Format of weights and activations.
+        matmul: ``packed``: oneDNN's own weight order, made once at load. ``plain``: ``torch.nn.functional.linear``.
+        reason: Why, in words.
+    """
+
+    weights: WeightDtype
+    matmul: Literal["packed", "plain"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.weights} weights, {self.matmul} matmul ({self.reason})"
+
+
+def choose_precision(
+    device: str = "cpu", requested: str = "auto", cpu: CPU | None = None
+) -> Precision:
+    """Choose by device and processor.
+
+    On a CPU: bfloat16 where it multiplies at full rate, which AMX and AMD's AVX-512 BF16 (Zen 4 and later) do;
+    else float32. Intel's AVX-512 BF16 without AMX does not count: ``benches/model.py`` measures there a prefill
+    about half as fast as packed float32, for a decode step hardly faster. MKL's float32 product, which plain
+    ``linear`` calls, is slow at small batches; oneDNN's with weights packed once is up to 3 times faster.
+
+    Args:
+        device: ``cpu`` or ``cuda:N``.
+        requested: ``float32``, ``bfloat16`` or ``auto``.
+        cpu: the processor; this machine's by default.
+
+    Raises:
+        InvalidArgument: an unknown format.
+    """
+    if requested not in ("auto", *get_args(WeightDtype)):
+        known = ", ".join(("auto", *get_args(WeightDtype)))
+        raise InvalidArgument(f"precision {requested!r}: must be one of {known}")
+    if device != "cpu":
+        weights: WeightDtype = "float32" if requested == "float32" else "bfloat16"
+        return Precision(weights, "plain", "a GPU" if requested == "auto" else "asked for")
+    matmul: Literal["packed", "plain"] = "packed" if _can_pack() else "plain"
+    if requested != "auto":
+        return Precision("float32" if requested == "float32" else "bfloat16", matmul, "asked for")
+    cpu = cpu or read_cpu()
+    if "amx_bf16" in cpu.flags:
+        return Precision("bfloat16", matmul, "the CPU has AMX with BF16")
+    if "avx512_bf16" in cpu.flags:
+        if cpu.vendor == "AuthenticAMD":
+            return Precision("bfloat16", matmul, "the CPU has AVX-512 BF16 at full rate")
+        return Precision("float32", matmul, "AVX-512 BF16 without AMX is slower on this CPU")
+    return Precision("float32", matmul, "the CPU has no native BF16")
+
+
+def read_cpu(path: Path = Path("/proc/cpuinfo")) -> CPU:
+    """This machine's processor; nothing known where the system has no such file."""
+    vendor, flags = "", frozenset[str]()
+    try:
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "vendor_id":
+                vendor = value.strip()
+            elif name.strip() in ("flags", "Features"):
+                flags = frozenset(value.split())
+            elif not line.strip() and flags:
+                break  # the other cores say the same
+    except OSError:
+        return CPU()
+    return CPU(vendor, flags)
+
+
+def _can_pack() -> bool:
+    """Whether this torch has oneDNN's packed product: operators that torch's compiler uses, not public ones."""
+    torch = need("torch")
+    return bool(
+        torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
