@@ -46,14 +46,16 @@ prefill_attention(io_t* out, const io_t* query, i64 query_row, i64 query_head, c
 
   const int first_row = tile.y + warp * WARP_ROWS;  // of this warp
   Rows<TILES, Q_SHARED> rows;
-  if (Q_SHARED) rows.q_shared = reinterpret_cast<uint2*>(shared + 2 * STAGE_BYTES) + warp * (TILES * K_SHARE / 4 * 32) + lane;
+  if (Q_SHARED)
+    rows.q_shared = reinterpret_cast<uint2*>(shared + 2 * STAGE_BYTES) + warp * (TILES * K_SHARE / 4 * 32) + lane;
   start(rows);
   const io_t* row[TILES];
 #pragma unroll
   for (int n = 0; n < TILES; n++) {
     const int r = first_row + 8 * n + quad;
     row[n] = nullptr;
-    if (r < num_rows) row[n] = query + (sequence.x + r / GROUP) * query_row + (kv_head * GROUP + r % GROUP) * query_head;
+    if (r < num_rows)
+      row[n] = query + (sequence.x + r / GROUP) * query_row + (kv_head * GROUP + r % GROUP) * query_head;
   }
   float factor = logit_factor(scale, cap);
 #if KV_SCALE == 2

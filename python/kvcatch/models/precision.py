@@ -13,6 +13,8 @@ __all__ = ["CPU", "Precision", "WeightDtype", "choose_precision", "read_cpu"]
 
 WeightDtype = Literal["float32", "bfloat16"]
 
+_NATIVE_BF16 = {"amx_bf16": "AMX with BF16", "avx512_bf16": "AVX-512 with BF16"}
+
 
 @dataclass(frozen=True, slots=True)
 class CPU:
@@ -50,10 +52,11 @@ def choose_precision(
 ) -> Precision:
     """Choose by device and processor.
 
-    On a CPU: bfloat16 where it multiplies at full rate, which AMX and AMD's AVX-512 BF16 (Zen 4 and later) do;
-    else float32. Intel's AVX-512 BF16 without AMX does not count: ``benches/model.py`` measures there a prefill
-    about half as fast as packed float32, for a decode step hardly faster. MKL's float32 product, which plain
-    ``linear`` calls, is slow at small batches; oneDNN's with weights packed once is up to 3 times faster.
+    On a CPU: bfloat16 where it multiplies natively (AMX, AVX-512 BF16): weights and cache take half the memory, which
+    is what a decode step waits for. Else float32: without those instructions a bfloat16 product of 32 rows and more
+    is several times slower. MKL's float32 product, which plain ``linear`` calls, is slow at small batches; oneDNN's
+    with weights packed once is up to 3 times faster. ``benches/model.py`` compares all four on the machine at hand:
+    on Intel without AMX a prefill can be quicker in float32.
 
     Args:
         device: ``cpu`` or ``cuda:N``.
@@ -73,12 +76,9 @@ def choose_precision(
     if requested != "auto":
         return Precision("float32" if requested == "float32" else "bfloat16", matmul, "asked for")
     cpu = cpu or read_cpu()
-    if "amx_bf16" in cpu.flags:
-        return Precision("bfloat16", matmul, "the CPU has AMX with BF16")
-    if "avx512_bf16" in cpu.flags:
-        if cpu.vendor == "AuthenticAMD":
-            return Precision("bfloat16", matmul, "the CPU has AVX-512 BF16 at full rate")
-        return Precision("float32", matmul, "AVX-512 BF16 without AMX is slower on this CPU")
+    for flag, name in _NATIVE_BF16.items():
+        if flag in cpu.flags:
+            return Precision("bfloat16", matmul, f"the CPU has {name}")
     return Precision("float32", matmul, "the CPU has no native BF16")
 
 

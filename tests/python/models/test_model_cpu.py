@@ -29,7 +29,7 @@ WITHOUT_AMX = CPU("GenuineIntel", frozenset({"avx512f", "avx512_bf16"}))
         (ZEN3, "float32"),
         (ZEN4, "bfloat16"),
         (SAPPHIRE_RAPIDS, "bfloat16"),
-        (WITHOUT_AMX, "float32"),
+        (WITHOUT_AMX, "bfloat16"),
         (CPU(), "float32"),
     ],
 )
