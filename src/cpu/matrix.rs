@@ -1,0 +1,104 @@
+//! Product of a few rows with a tile, held in registers.
+
+use super::simd::{Matrix, MatrixMut, Simd};
+
+/// Most rows whose sums fit in the registers beside a row of the tile.
+const ROWS: usize = 6;
+
+/// `c[rows][columns] += a[rows][depth] * b[depth][columns]`; columns and strides of `b` and `c` count in elements, columns
+/// are a multiple of the lanes. Each element of `c` is summed in order of depth, whatever rows are beside it.
+///
+/// # Safety
+///
+/// The CPU has `S`; `a`, `b` and `c` are valid for these shapes.
+#[inline(always)]
+#[allow(unsafe_code)]
+pub(super) unsafe fn accumulate<S: Simd>(
+    (rows, depth, columns): (usize, usize, usize),
+    a: Matrix,
+    b: Matrix,
+    c: MatrixMut,
+) {
+    let mut row = 0;
+    while row < rows {
+        // SAFETY: rows below `rows` (caller).
+        unsafe {
+            let (a, c) = ((a.0.add(row * a.1), a.1), (c.0.add(row * c.1), c.1));
+            match rows - row {
+                1 => strip::<S, 1>(depth, columns, a, b, c),
+                2 => strip::<S, 2>(depth, columns, a, b, c),
+                3 => strip::<S, 3>(depth, columns, a, b, c),
+                4 => strip::<S, 4>(depth, columns, a, b, c),
+                5 => strip::<S, 5>(depth, columns, a, b, c),
+                _ => strip::<S, ROWS>(depth, columns, a, b, c),
+            }
+        }
+        row += ROWS;
+    }
+}
+
+#[inline(always)]
+#[allow(unsafe_code)]
+unsafe fn strip<S: Simd, const R: usize>(
+    depth: usize,
+    columns: usize,
+    a: Matrix,
+    b: Matrix,
+    c: MatrixMut,
+) {
+    let mut column = 0;
+    while column < columns {
+        let left = (columns - column) / S::LANES;
+        // SAFETY: columns below `columns` (caller).
+        unsafe {
+            let (b, c) = ((b.0.add(column), b.1), (c.0.add(column), c.1));
+            let taken = if S::COLUMNS >= 4 && left >= 4 {
+                tile::<S, R, 4>(depth, a, b, c);
+                4
+            } else if S::COLUMNS >= 2 && left >= 2 {
+                tile::<S, R, 2>(depth, a, b, c);
+                2
+            } else {
+                tile::<S, R, 1>(depth, a, b, c);
+                1
+            };
+            column += taken * S::LANES;
+        }
+    }
+}
+
+#[inline(always)]
+#[allow(unsafe_code)]
+unsafe fn tile<S: Simd, const R: usize, const C: usize>(
+    depth: usize,
+    a: Matrix,
+    b: Matrix,
+    c: MatrixMut,
+) {
+    // SAFETY: R rows and C vectors of columns are valid (caller).
+    unsafe {
+        let mut sums = [[S::splat(0.0); C]; R];
+        for (i, row) in sums.iter_mut().enumerate() {
+            for (j, sum) in row.iter_mut().enumerate() {
+                *sum = S::load(c.0.add(i * c.1 + j * S::LANES));
+            }
+        }
+        for k in 0..depth {
+            let mut line = [S::splat(0.0); C];
+            for (j, v) in line.iter_mut().enumerate() {
+                *v = S::load(b.0.add(k * b.1 + j * S::LANES));
+            }
+            for (i, row) in sums.iter_mut().enumerate() {
+                let x = S::splat(*a.0.add(i * a.1 + k));
+                for (sum, v) in row.iter_mut().zip(line) {
+                    *sum = S::fma(x, v, *sum);
+                }
+            }
+        }
+        for (i, row) in sums.iter().enumerate() {
+            for (j, sum) in row.iter().enumerate() {
+                S::store(c.0.add(i * c.1 + j * S::LANES), *sum);
+            }
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! The vectors of x86-64: AVX2 (with FMA and F16C) and AVX-512 (F, BW, DQ, VL).
+
+use std::arch::x86_64::*;
+
+use super::simd::{Matrix, MatrixMut, Simd};
+
+/// Eight lanes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Avx2;
+
+/// Sixteen lanes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Avx512;
+
+const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+/// What turns an f16 with e4m3's fields moved into place into the value: exponent biases 15 and 7.
+const E4M3_BIAS: f32 = 256.0;
+
+impl Simd for Avx2 {
+    const LANES: usize = 8;
+    const COLUMNS: usize = 2;
+    type V = __m256;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        // SAFETY: the CPU has AVX2 (trait); the same holds for all below.
+        unsafe { _mm256_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe { _mm256_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe { _mm256_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX2 (trait).
+        unsafe { _mm256_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX2 (trait).
+        unsafe { _mm256_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX2 (trait).
+        unsafe { _mm256_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX2 (trait).
+        unsafe { _mm256_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // SAFETY: FMA (trait).
+        unsafe { _mm256_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX2 (trait).
+        unsafe { _mm256_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn round(v: Self::V) -> Self::V {
+        // SAFETY: AVX2 (trait).
+        unsafe { _mm256_round_ps::<NEAREST>(v) }
+    }
+    #[inline(always)]
+    unsafe fn scale2(p: Self::V, n: Self::V) -> Self::V {
+        // SAFETY: AVX2 (trait).
+        unsafe {
+            let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n));
+            _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), exponent))
+        }
+    }
+    #[inline(always)]
+    unsafe fn select_less(a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
+        // SAFETY: AVX2 (trait).
+        unsafe { _mm256_blendv_ps(no, yes, _mm256_cmp_ps::<_CMP_LT_OQ>(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn largest(v: Self::V) -> f32 {
+        // SAFETY: AVX2 (trait).
+        unsafe {
+            let four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn sum(v: Self::V) -> f32 {
+        // SAFETY: AVX2 (trait).
+        unsafe {
+            let four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps::<1>(v));
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> Self::V {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe {
+            let code = _mm_cvtepu8_epi16(_mm_loadl_epi64(p.cast()));
+            let low = _mm_and_si128(code, _mm_set1_epi16(0x7f));
+            let sign = _mm_slli_epi16::<8>(_mm_xor_si128(code, low));
+            let nan = _mm_cmpeq_epi16(low, _mm_set1_epi16(0x7f));
+            // All bits set are a quiet NaN in f16.
+            let half = _mm_or_si128(_mm_or_si128(_mm_slli_epi16::<7>(low), sign), nan);
+            _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(E4M3_BIAS))
+        }
+    }
+    #[inline(always)]
+    unsafe fn dots(q: *const f32, rows: *const f32, stride: usize, chunks: usize) -> Self::V {
+        // SAFETY: `q` and each of the rows hold `chunks` vectors (trait).
+        unsafe {
+            let mut s = [_mm256_setzero_ps(); 8];
+            for chunk in 0..chunks {
+                let x = _mm256_loadu_ps(q.add(chunk * 8));
+                let p = rows.add(chunk * 8);
+                for (row, sum) in s.iter_mut().enumerate() {
+                    *sum = _mm256_fmadd_ps(x, _mm256_loadu_ps(p.add(row * stride)), *sum);
+                }
+            }
+            // Pairs of rows, then fours, then the halves.
+            for i in (0..8).step_by(2) {
+                s[i] = _mm256_add_ps(_mm256_unpacklo_ps(s[i], s[i + 1]), _mm256_unpackhi_ps(s[i], s[i + 1]));
+            }
+            for i in (0..8).step_by(4) {
+                let (a, b) = (_mm256_castps_pd(s[i]), _mm256_castps_pd(s[i + 2]));
+                let (low, high) = (_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b));
+                s[i] = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
+            }
+            let (x, y) = (s[0], s[4]);
+            _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(x, y), _mm256_permute2f128_ps::<0x31>(x, y))
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(source: *const f32, from: usize, target: *mut f32, to: usize) {
+        // SAFETY: both squares are valid (trait).
+        unsafe {
+            let (mut r, mut t, mut u) = ([_mm256_setzero_ps(); 8], [_mm256_setzero_ps(); 8], [_mm256_setzero_ps(); 8]);
+            for (i, row) in r.iter_mut().enumerate() {
+                *row = _mm256_loadu_ps(source.add(i * from));
+            }
+            for i in (0..8).step_by(2) {
+                t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+                t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+            }
+            // u[4 * g + c]: column c (and c + 4 in the upper half) of rows 4g..4g+3.
+            for i in (0..8).step_by(2) {
+                let first = i / 4 * 4 + i % 4 / 2;
+                let (a, b) = (_mm256_castps_pd(t[first]), _mm256_castps_pd(t[first + 2]));
+                u[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+                u[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+            }
+            for c in 0..4 {
+                _mm256_storeu_ps(target.add(c * to), _mm256_permute2f128_ps::<0x20>(u[c], u[c + 4]));
+                _mm256_storeu_ps(target.add((c + 4) * to), _mm256_permute2f128_ps::<0x31>(u[c], u[c + 4]));
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn accumulate(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        #[inline(never)]
+        unsafe fn once(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+            // SAFETY: the caller's.
+            unsafe { super::matrix::accumulate::<Avx2>(shape, a, b, c) }
+        }
+        // SAFETY: the caller's.
+        unsafe { once(shape, a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
+
+impl Simd for Avx512 {
+    const LANES: usize = 16;
+    const COLUMNS: usize = 4;
+    type V = __m512;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        // SAFETY: the CPU has AVX-512 (trait); the same holds for all below.
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn round(v: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_roundscale_ps::<NEAREST>(v) }
+    }
+    #[inline(always)]
+    unsafe fn scale2(p: Self::V, n: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_scalef_ps(p, n) }
+    }
+    #[inline(always)]
+    unsafe fn select_less(a: Self::V, b: Self::V, yes: Self::V, no: Self::V) -> Self::V {
+        // SAFETY: AVX-512 (trait).
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), no, yes) }
+    }
+    #[inline(always)]
+    unsafe fn largest(v: Self::V) -> f32 {
+        // SAFETY: AVX-512 (trait).
+        unsafe {
+            let eight = _mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            Avx2::largest(eight)
+        }
+    }
+    #[inline(always)]
+    unsafe fn sum(v: Self::V) -> f32 {
+        // SAFETY: AVX-512 (trait).
+        unsafe {
+            let eight = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps::<1>(v));
+            Avx2::sum(eight)
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_e4m3(p: *const u8) -> Self::V {
+        // SAFETY: valid for LANES elements (trait).
+        unsafe {
+            let code = _mm256_cvtepu8_epi16(_mm_loadu_si128(p.cast()));
+            let low = _mm256_and_si256(code, _mm256_set1_epi16(0x7f));
+            let sign = _mm256_slli_epi16::<8>(_mm256_xor_si256(code, low));
+            let nan = _mm256_cmpeq_epi16(low, _mm256_set1_epi16(0x7f));
+            // All bits set are a quiet NaN in f16.
+            let half = _mm256_or_si256(_mm256_or_si256(_mm256_slli_epi16::<7>(low), sign), nan);
+            _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(E4M3_BIAS))
+        }
+    }
+    #[inline(always)]
+    unsafe fn dots(q: *const f32, rows: *const f32, stride: usize, chunks: usize) -> Self::V {
+        // SAFETY: `q` and each of the rows hold `chunks` vectors (trait).
+        unsafe {
+            let mut s = [_mm512_setzero_ps(); 16];
+            for chunk in 0..chunks {
+                let x = _mm512_loadu_ps(q.add(chunk * 16));
+                let p = rows.add(chunk * 16);
+                for (row, sum) in s.iter_mut().enumerate() {
+                    *sum = _mm512_fmadd_ps(x, _mm512_loadu_ps(p.add(row * stride)), *sum);
+                }
+            }
+            // Pairs of rows, then fours, then the quarters.
+            for i in (0..16).step_by(2) {
+                s[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[i], s[i + 1]), _mm512_unpackhi_ps(s[i], s[i + 1]));
+            }
+            for i in (0..16).step_by(4) {
+                let (a, b) = (_mm512_castps_pd(s[i]), _mm512_castps_pd(s[i + 2]));
+                let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+                s[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+            }
+            for (i, step) in [(0, 4), (8, 4), (0, 8)] {
+                let (a, b) = (s[i], s[i + step]);
+                let (even, odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+                s[i] = _mm512_add_ps(even, odd);
+            }
+            s[0]
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose(source: *const f32, from: usize, target: *mut f32, to: usize) {
+        // SAFETY: both squares are valid (trait).
+        unsafe {
+            let (mut r, mut t, mut u) = ([_mm512_setzero_ps(); 16], [_mm512_setzero_ps(); 16], [_mm512_setzero_ps(); 16]);
+            for (i, row) in r.iter_mut().enumerate() {
+                *row = _mm512_loadu_ps(source.add(i * from));
+            }
+            for i in (0..16).step_by(2) {
+                t[i] = _mm512_unpacklo_ps(r[i], r[i + 1]);
+                t[i + 1] = _mm512_unpackhi_ps(r[i], r[i + 1]);
+            }
+            // u[4 * g + c]: columns c, c + 4, c + 8, c + 12 of rows 4g..4g+3, one per quarter.
+            for i in (0..16).step_by(2) {
+                let first = i / 4 * 4 + i % 4 / 2;
+                let (a, b) = (_mm512_castps_pd(t[first]), _mm512_castps_pd(t[first + 2]));
+                u[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+                u[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+            }
+            for c in 0..4 {
+                let (a, b, d, e) = (u[c], u[c + 4], u[c + 8], u[c + 12]);
+                let (ab, de) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0x88>(d, e));
+                _mm512_storeu_ps(target.add(c * to), _mm512_shuffle_f32x4::<0x88>(ab, de));
+                _mm512_storeu_ps(target.add((c + 8) * to), _mm512_shuffle_f32x4::<0xdd>(ab, de));
+                let (ab, de) = (_mm512_shuffle_f32x4::<0xdd>(a, b), _mm512_shuffle_f32x4::<0xdd>(d, e));
+                _mm512_storeu_ps(target.add((c + 4) * to), _mm512_shuffle_f32x4::<0x88>(ab, de));
+                _mm512_storeu_ps(target.add((c + 12) * to), _mm512_shuffle_f32x4::<0xdd>(ab, de));
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn accumulate(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+        #[inline(never)]
+        unsafe fn once(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+            // SAFETY: the caller's.
+            unsafe { super::matrix::accumulate::<Avx512>(shape, a, b, c) }
+        }
+        // SAFETY: the caller's.
+        unsafe { once(shape, a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        // SAFETY: a prefetch never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+}
