@@ -1,6 +1,6 @@
 //! What decode and prefill attention share: their arguments, the tiles of a sequence, and what happens to logits.
 
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::ptr::NonNull;
 
 use super::convert::{Element, Stored, narrow, widen, widen_any};
@@ -13,6 +13,8 @@ use crate::error::{Error, Result};
 pub(super) const STEP: usize = 64;
 /// Most tokens of a tile: rows of one block, side by side.
 pub(super) const TILE: usize = 16;
+/// Bytes of a cache line.
+const LINE: usize = 64;
 /// Most query heads per kv head.
 pub const MAX_GROUP: usize = 16;
 /// Room for the logits of a step, and for the tile that starts at its last token.
@@ -104,11 +106,16 @@ impl Tables {
     /// # Errors
     /// [`Error::InvalidArgument`]: a length below 0 or beyond the row, or an id of no block.
     pub fn new(table: &[i32], width: usize, lens: &[i32], block_size: usize, num_blocks: usize) -> Result<Self> {
-        let mut made = Self { ids: Vec::with_capacity(table.len()), first: vec![0], lens: Vec::with_capacity(lens.len()) };
+        let mut made =
+            Self { ids: Vec::with_capacity(table.len()), first: vec![0], lens: Vec::with_capacity(lens.len()) };
         for (seq, &len) in lens.iter().enumerate() {
             let most = width.saturating_mul(block_size);
             let tokens = usize::try_from(len).ok().filter(|&tokens| tokens <= most).ok_or_else(|| {
-                Error::invalid("seq_lens", len, format!("sequence {seq} must have 0 to {most} tokens: {width} blocks of {block_size}"))
+                Error::invalid(
+                    "seq_lens",
+                    len,
+                    format!("sequence {seq} must have 0 to {most} tokens: {width} blocks of {block_size}"),
+                )
             })?;
             let row = &table[seq * width..(seq + 1) * width];
             for (position, &id) in row[..tokens.div_ceil(block_size)].iter().enumerate() {
@@ -313,7 +320,7 @@ impl<'a> Side<'a> {
         self.base.wrapping_add(tile.block * s.block + tile.offset * s.token)
     }
 
-    /// A tile as f32, rows a multiple of the lanes apart: where it lies if that is what it is, else in `scratch` (room for
+    /// A tile as f32, padded rows one behind the other: where it lies if that is what it is, else in `scratch` (room for
     /// [`TILE`] rows). [`TILE`] rows may be read; those beyond `tokens` hold anything.
     ///
     /// # Safety
@@ -321,7 +328,7 @@ impl<'a> Side<'a> {
     /// The CPU has `S`; the pool stores `E`.
     #[inline(always)]
     #[allow(unsafe_code)]
-    pub(super) unsafe fn tile<S: Simd, E: Stored>(&self, tile: Tile, scratch: *mut f32) -> (*const f32, usize) {
+    pub(super) unsafe fn tile<S: Simd, E: Stored>(&self, tile: Tile, scratch: *mut f32) -> *const f32 {
         let layout = self.pool.layout;
         let source = self.address(tile);
         if E::ELEMENT == Element::F32
@@ -329,11 +336,11 @@ impl<'a> Side<'a> {
             && layout.head_dim == self.padded
             && layout.strides.token == 4 * self.padded
         {
-            return (source.cast(), self.padded);
+            return source.cast();
         }
         // SAFETY: rows of a block that `Tables` checked; scratch has room.
         unsafe { self.copy::<S, E>(tile, scratch) };
-        (scratch, self.padded)
+        scratch
     }
 
     /// The rows of a tile as f32 into `target`, padded with zeros.
@@ -347,32 +354,65 @@ impl<'a> Side<'a> {
         let layout = self.pool.layout;
         let s = layout.strides;
         let source = self.address(tile);
-        for row in 0..tile.tokens {
-            // SAFETY: rows of a block that `Tables` checked; `target` has room.
-            unsafe {
-                let factor = match layout.scales {
-                    Scales::Token | Scales::Block if E::ELEMENT == Element::E4m3 => {
-                        let place = tile.block * s.block + (tile.offset + row) * s.scale_token;
-                        self.scales.add(place).cast::<f32>().read_unaligned()
-                    }
-                    _ => self.factor,
-                };
+        let scaled = E::ELEMENT == Element::E4m3 && matches!(layout.scales, Scales::Token | Scales::Block);
+        // SAFETY: rows of a block that `Tables` checked, and their scales; `target` has room.
+        unsafe {
+            if !scaled && layout.head_dim == self.padded && s.token == self.padded * E::ELEMENT.bytes() {
+                // One run.
+                let n = tile.tokens * self.padded;
+                return widen::<S, E>(source, self.factor, n, target, n);
+            }
+            let scales = self.scales.wrapping_add(tile.block * s.block + tile.offset * s.scale_token);
+            for row in 0..tile.tokens {
+                let factor =
+                    if scaled { scales.add(row * s.scale_token).cast::<f32>().read_unaligned() } else { self.factor };
                 let target = target.add(row * self.padded);
                 widen::<S, E>(source.add(row * s.token), factor, layout.head_dim, target, self.padded);
             }
         }
     }
+
+    /// Asks for a tile's cache lines.
+    #[inline(always)]
+    pub(super) fn prefetch<S: Simd>(&self, tile: Tile) {
+        let mut line = self.address(tile);
+        let end = line.wrapping_add(tile.tokens * self.pool.layout.strides.token);
+        while line < end {
+            // SAFETY: a prefetch reads nothing.
+            #[allow(unsafe_code)]
+            unsafe {
+                S::prefetch(line);
+            }
+            line = line.wrapping_add(LINE);
+        }
+    }
 }
 
-/// Lends `n` f32 of this thread, with what the last borrower left in them.
-pub(super) fn with_scratch<T>(n: usize, work: impl FnOnce(&mut [f32]) -> T) -> T {
-    thread_local! {
-        static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-    }
-    SCRATCH.with_borrow_mut(|scratch| {
+thread_local! {
+    static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+}
+
+/// Memory of this thread, lent for an item with what the last borrower left in it. A value and not a call with a closure:
+/// a closure would not be compiled for the instruction set of the function it stands in.
+pub(super) struct Scratch(Vec<f32>);
+
+impl Scratch {
+    /// At least `n` numbers.
+    pub(super) fn take(n: usize) -> Self {
+        let mut scratch = SCRATCH.take();
         if scratch.len() < n {
             scratch.resize(n, 0.0);
         }
-        work(&mut scratch[..n])
-    })
+        Self(scratch)
+    }
+
+    pub(super) fn numbers(&mut self) -> &mut [f32] {
+        &mut self.0
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        SCRATCH.set(std::mem::take(&mut self.0));
+    }
 }

@@ -29,7 +29,27 @@ pub(super) fn check_copies(source: &Pool<'_>, target: &Pool<'_>, src: &[i32], ds
     if !same && from.start < to.end && to.start < from.end {
         return Err(Error::invalid("target", "shared memory", "the pools overlap"));
     }
-    moves::check(src, dst, !same)
+    check_hazards(src, dst, target.layout.num_blocks, same)
+}
+
+/// As [`moves::check`], for ids that are in range: a bit per block instead of sorting.
+fn check_hazards(src: &[i32], dst: &[i32], num_blocks: usize, same: bool) -> Result<()> {
+    if src.len() != dst.len() {
+        return Err(Error::invalid("src", src.len(), format!("must be as many as the {} destinations", dst.len())));
+    }
+    let mut written = vec![0u64; num_blocks.div_ceil(64)];
+    for &id in dst {
+        let (word, bit) = (id as usize / 64, 1 << (id as usize % 64));
+        if written[word] & bit != 0 {
+            return Err(Error::invalid("dst", id, "is the destination of two copies"));
+        }
+        written[word] |= bit;
+    }
+    let is_written = |id: i32| written[id as usize / 64] >> (id as usize % 64) & 1 == 1;
+    match src.iter().find(|&&id| same && is_written(id)) {
+        Some(id) => Err(Error::invalid("dst", id, "is a source and a destination of one call")),
+        None => Ok(()),
+    }
 }
 
 fn check_alike(a: &Layout, b: &Layout) -> Result<()> {

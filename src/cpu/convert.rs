@@ -153,7 +153,7 @@ stored!(F16, F16, u16, load_f16, from_f16);
 stored!(Bf16, Bf16, u16, load_bf16, from_bf16);
 stored!(E4m3, E4m3, u8, load_e4m3, from_e4m3);
 
-/// Reads `n` elements times `factor` into f32 and fills up to `padded` (a multiple of the lanes) with zeros.
+/// Reads `n` elements (times `factor`, which is 1 but for e4m3) into f32 and fills up to `padded` (a multiple of the lanes) with zeros.
 ///
 /// # Safety
 ///
@@ -167,20 +167,44 @@ pub(super) unsafe fn widen<S: Simd, E: Stored>(
     target: *mut f32,
     padded: usize,
 ) {
-    let size = E::ELEMENT.bytes();
     let whole = n / S::LANES * S::LANES;
+    // By pointers: indices would be checked for overflow at every step.
     // SAFETY: within the bounds the caller gives.
     unsafe {
         let factors = S::splat(factor);
-        for i in (0..whole).step_by(S::LANES) {
-            S::store(target.add(i), S::mul(E::load::<S>(source.add(i * size)), factors));
+        let step = S::LANES * E::ELEMENT.bytes();
+        let (mut from, mut to) = (source, target);
+        let (stop, last) = (target.add(whole), target.add(n));
+        let four = target.add(whole / (4 * S::LANES) * (4 * S::LANES));
+        while to < four {
+            for _ in 0..4 {
+                S::store(to, scaled::<S, E>(from, factors));
+                (from, to) = (from.add(step), to.add(S::LANES));
+            }
         }
-        for i in whole..n {
-            *target.add(i) = E::one(source.add(i * size)) * factor;
+        while to < stop {
+            S::store(to, scaled::<S, E>(from, factors));
+            (from, to) = (from.add(step), to.add(S::LANES));
         }
-        for i in n..padded {
-            *target.add(i) = 0.0;
+        while to < last {
+            *to = E::one(from) * factor;
+            (from, to) = (from.add(E::ELEMENT.bytes()), to.add(1));
         }
+        while to < target.add(padded) {
+            *to = 0.0;
+            to = to.add(1);
+        }
+    }
+}
+
+/// A vector times its factors, where the type has any.
+#[inline(always)]
+#[allow(unsafe_code)]
+unsafe fn scaled<S: Simd, E: Stored>(from: *const u8, factors: S::V) -> S::V {
+    // SAFETY: the caller's.
+    unsafe {
+        let v = E::load::<S>(from);
+        if matches!(E::ELEMENT, Element::E4m3) { S::mul(v, factors) } else { v }
     }
 }
 

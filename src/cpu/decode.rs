@@ -1,14 +1,15 @@
 //! Attention of one new token per sequence over its blocks.
 //!
-//! The positions of a sequence are cut every [`SPLIT`] tokens, whatever the threads; each (piece, kv head) is an item that
-//! serves all query heads of the group with one read of keys and values. A sequence of several pieces keeps what each
+//! The positions of a sequence are cut every [`SPLIT`] tokens, whatever the threads; a piece is an item that serves all
+//! query heads with one read of keys and values (or, where threads would be idle, several that share the kv heads). A sequence of several pieces keeps what each
 //! found (largest logit, sum, output), and whoever finishes its last piece merges them in order of position. So the result
 //! depends neither on the number of threads nor on where the blocks lie.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::attention::{Attention, MAX_GROUP, ROW, STEP, Side, TILE, tiles, with_scratch};
+use super::attention::{Attention, ROW, STEP, Scratch, Side, TILE, tiles};
 use super::convert::{Bf16, E4m3, Element, F16, F32, Stored, narrow};
 use super::level::{Level, Work, run_at};
 use super::math::{Running, exp2_one, rescale, weigh};
@@ -21,16 +22,20 @@ pub const SPLIT: usize = 256;
 
 /// Keys and values, in bytes, below which threads cost more than they save.
 const ALONE_BYTES: usize = 128 << 10;
+/// Items that let threads finish at about the same time.
+const ITEMS_PER_THREAD: usize = 4;
 
 struct Item {
-    seq: u32,
-    kv_head: u32,
+    seq: usize,
+    /// First kv head, and how many.
+    kv_head: usize,
+    kv_heads: usize,
     start: usize,
     end: usize,
-    /// Number among the pieces of (sequence, kv head), and how many there are.
-    piece: u32,
-    pieces: u32,
-    /// First partial of (sequence, kv head), and its counter. Unused where there is one piece.
+    /// Number among the pieces of the sequence, and how many there are.
+    piece: usize,
+    pieces: usize,
+    /// First partial of the sequence, and the counter of (sequence, first kv head). Unused where there is one piece.
     partial: usize,
     counter: usize,
 }
@@ -38,10 +43,10 @@ struct Item {
 struct Decode<'a, E> {
     call: &'a Attention<'a>,
     items: Vec<Item>,
-    /// `[partials][group][head_dim + 2]`: output, largest logit, sum.
+    /// `[partials][query heads][head_dim + 2]`: output, largest logit, sum.
     partials: Partials,
-    /// Pieces finished per (sequence, kv head).
-    finished: Vec<AtomicU32>,
+    /// Pieces finished, per sequence and share of the kv heads.
+    finished: Vec<AtomicUsize>,
     element: PhantomData<E>,
 }
 
@@ -73,46 +78,55 @@ pub fn decode(call: &Attention<'_>, level: Level, threads: Threads) -> Result<()
 }
 
 fn run<E: Stored>(call: &Attention<'_>, level: Level, threads: Threads) -> Result<()> {
-    let kv_heads = call.pool.layout.num_kv_heads;
-    let (mut items, mut partials, mut counters, mut tokens) = (Vec::new(), 0, 0, 0);
+    let layout = call.pool.layout;
+    let first = |len: usize| if call.rules.window == 0 { 0 } else { len.saturating_sub(call.rules.window) };
+    let pieces = |len: usize| len.div_ceil(SPLIT) - first(len) / SPLIT;
+    let tokens: usize = call.tables.lens.iter().map(|&len| len - first(len)).sum();
+    let bytes = tokens * layout.num_kv_heads * 2 * layout.head_dim * E::ELEMENT.bytes();
+    let threads = if bytes < ALONE_BYTES { Threads::Own(1) } else { threads };
+    // An item takes all kv heads of its piece, which lie side by side in a block, unless that leaves threads idle.
+    let all: usize = call.tables.lens.iter().map(|&len| pieces(len)).sum();
+    let shares = (ITEMS_PER_THREAD * threads.count()).div_ceil(all.max(1)).clamp(1, layout.num_kv_heads);
+    let shares = if threads.count() == 1 { 1 } else { shares };
+    let share = layout.num_kv_heads.div_ceil(shares);
+    let (mut items, mut partials, mut counters) = (Vec::with_capacity(all * shares), 0, 0);
     for (seq, &len) in call.tables.lens.iter().enumerate() {
         if len == 0 {
             zero(call, seq);
             continue;
         }
-        let first = if call.rules.window == 0 { 0 } else { len.saturating_sub(call.rules.window) };
-        tokens += len - first;
-        let pieces = len.div_ceil(SPLIT) - first / SPLIT;
-        for kv_head in 0..kv_heads {
+        let (first, pieces) = (first(len), pieces(len));
+        for kv_head in (0..layout.num_kv_heads).step_by(share) {
             for piece in 0..pieces {
                 let start = (first / SPLIT + piece) * SPLIT;
                 items.push(Item {
-                    seq: seq as u32,
-                    kv_head: kv_head as u32,
+                    seq,
+                    kv_head,
+                    kv_heads: share.min(layout.num_kv_heads - kv_head),
                     start: start.max(first),
                     end: (start + SPLIT).min(len),
-                    piece: piece as u32,
-                    pieces: pieces as u32,
+                    piece,
+                    pieces,
                     partial: partials,
                     counter: counters,
                 });
             }
             if pieces > 1 {
-                partials += pieces;
                 counters += 1;
             }
         }
+        if pieces > 1 {
+            partials += pieces;
+        }
     }
-    let mut owner = vec![0.0; partials * call.group * (call.pool.layout.head_dim + 2)];
+    let mut owner = vec![0.0; partials * call.query.heads * (layout.head_dim + 2)];
     let work = Decode::<E> {
         call,
         items,
         partials: Partials { base: owner.as_mut_ptr(), _owner: owner },
-        finished: (0..counters).map(|_| AtomicU32::new(0)).collect(),
+        finished: (0..counters).map(|_| AtomicUsize::new(0)).collect(),
         element: PhantomData,
     };
-    let bytes = tokens * kv_heads * 2 * call.pool.layout.head_dim * E::ELEMENT.bytes();
-    let threads = if bytes < ALONE_BYTES { Threads::Own(1) } else { threads };
     // SAFETY: a `Level` is only made for a CPU that has it; `parallel` gives out each item once.
     #[allow(unsafe_code)]
     parallel(threads, work.items.len(), &|i| unsafe { run_at(level, &work, i) })
@@ -134,74 +148,75 @@ impl<E: Stored> Work for Decode<'_, E> {
     unsafe fn run<S: Simd>(&self, i: usize) {
         let (call, item) = (self.call, &self.items[i]);
         let (group, padded) = (call.group, call.padded::<S>());
-        with_scratch(group * (2 * padded + ROW) + TILE * padded, |scratch| {
-            let (query, rest) = scratch.split_at_mut(group * padded);
-            let (out, rest) = rest.split_at_mut(group * padded);
-            let (logits, tile) = rest.split_at_mut(group * ROW);
-            let mut running = [Running::NONE; MAX_GROUP];
-            out.fill(0.0);
-            // SAFETY: the CPU has S (caller), and the pool stores E.
-            unsafe {
-                for g in 0..group {
-                    let head = item.kv_head as usize * group + g;
-                    call.load_query::<S>(item.seq as usize, head, &mut query[g * padded..(g + 1) * padded]);
-                }
-                let mut start = item.start;
-                while start < item.end {
-                    let end = (start / STEP + 1) * STEP;
-                    let end = end.min(item.end);
-                    self.step::<S>(item, start, end, query, out, logits, tile, &mut running);
-                    start = end;
-                }
-                if item.pieces == 1 {
-                    for g in 0..group {
-                        let head = item.kv_head as usize * group + g;
-                        call.store_out(item.seq as usize, head, &mut out[g * padded..(g + 1) * padded], running[g].sum);
-                    }
-                } else {
-                    self.keep::<S>(item, out, &running);
-                }
+        let (first, heads) = (item.kv_head * group, item.kv_heads * group);
+        let mut scratch = Scratch::take(heads * 2 * padded + group * ROW + TILE * padded);
+        let (query, rest) = scratch.numbers().split_at_mut(heads * padded);
+        let (out, rest) = rest.split_at_mut(heads * padded);
+        let (logits, tile) = rest.split_at_mut(group * ROW);
+        let mut running = vec![Running::NONE; heads];
+        out.fill(0.0);
+        // SAFETY: the CPU has S (caller), and the pool stores E.
+        unsafe {
+            for (head, query) in query.chunks_exact_mut(padded).enumerate() {
+                call.load_query::<S>(item.seq, first + head, query);
             }
-        });
+            let mut start = item.start;
+            while start < item.end {
+                let end = ((start / STEP + 1) * STEP).min(item.end);
+                for share in 0..item.kv_heads {
+                    let (row, rows) = (share * group, share * group..(share + 1) * group);
+                    let out = out.as_mut_ptr().add(row * padded);
+                    let query = query.as_ptr().add(row * padded);
+                    self.step::<S>(item, share, start..end, query, out, logits, tile, &mut running[rows]);
+                }
+                start = end;
+            }
+            if item.pieces == 1 {
+                for (head, out) in out.chunks_exact_mut(padded).enumerate() {
+                    call.store_out(item.seq, first + head, out, running[head].sum);
+                }
+            } else {
+                self.keep::<S>(item, out, &running);
+            }
+        }
     }
 }
 
 #[allow(unsafe_code)]
 impl<E: Stored> Decode<'_, E> {
-    /// Up to [`STEP`] tokens: logits of all, their weights, the values they weigh.
+    /// Up to [`STEP`] tokens of one kv head: logits of all, their weights, the values they weigh.
     #[inline(always)]
     #[allow(clippy::too_many_arguments)]
     unsafe fn step<S: Simd>(
         &self,
         item: &Item,
-        start: usize,
-        end: usize,
-        query: &[f32],
-        out: &mut [f32],
+        share: usize,
+        tokens: Range<usize>,
+        query: *const f32,
+        out: *mut f32,
         logits: &mut [f32],
         scratch: &mut [f32],
-        running: &mut [Running; MAX_GROUP],
+        running: &mut [Running],
     ) {
         let (call, group, padded) = (self.call, self.call.group, self.call.padded::<S>());
-        let (seq, kv_head) = (item.seq as usize, item.kv_head as usize);
+        let (seq, kv_head) = (item.seq, item.kv_head + share);
         let (keys, values) = (Side::new::<S>(call, 0, kv_head), Side::new::<S>(call, 1, kv_head));
         let (blocks, block_size) = (call.tables.blocks(seq), call.pool.layout.block_size);
-        let count = end - start;
+        let (start, end) = (tokens.start, tokens.end);
+        let (count, chunks) = (end - start, padded / S::LANES);
         let whole = count.next_multiple_of(S::LANES);
         // SAFETY: the CPU has S and the pool stores E (caller); rows and tiles are within the scratch.
         unsafe {
             for tile in tiles(blocks, block_size, start, end) {
-                let (rows, stride) = keys.tile::<S, E>(tile, scratch.as_mut_ptr());
+                values.prefetch::<S>(tile);
+                let rows = keys.tile::<S, E>(tile, scratch.as_mut_ptr());
                 for g in 0..group {
                     let row = logits.as_mut_ptr().add(g * ROW + tile.start - start);
-                    for first in (0..tile.tokens).step_by(S::LANES) {
-                        let dots = S::dots(
-                            query.as_ptr().add(g * padded),
-                            rows.add(first * stride),
-                            stride,
-                            padded / S::LANES,
-                        );
-                        S::store(row.add(first), dots);
+                    let query = query.add(g * padded);
+                    let mut first = 0;
+                    while first < tile.tokens {
+                        S::store(row.add(first), S::dots(query, rows.add(first * padded), chunks));
+                        first += S::LANES;
                     }
                 }
             }
@@ -214,53 +229,63 @@ impl<E: Stored> Decode<'_, E> {
                 }
                 let factor = weigh::<S>(row, whole, running);
                 if factor != 1.0 {
-                    rescale::<S>(out.as_mut_ptr().add(g * padded), padded, factor);
+                    rescale::<S>(out.add(g * padded), padded, factor);
                 }
             }
+            // The keys of the next head, or step, are asked for meanwhile, as the values were during the keys.
+            let (next, from) = if share + 1 < item.kv_heads { (kv_head + 1, start) } else { (item.kv_head, end) };
+            let next = Side::new::<S>(call, 0, next);
+            let mut ahead = tiles(blocks, block_size, from, item.end);
             for tile in tiles(blocks, block_size, start, end) {
-                let rows = values.tile::<S, E>(tile, scratch.as_mut_ptr());
+                if let Some(tile) = ahead.next() {
+                    next.prefetch::<S>(tile);
+                }
+                let rows = (values.tile::<S, E>(tile, scratch.as_mut_ptr()), padded);
                 let weights = logits.as_ptr().add(tile.start - start);
-                let shape = (group, tile.tokens, padded);
-                S::accumulate(shape, (weights, ROW), rows, (out.as_mut_ptr(), padded));
+                S::accumulate((group, tile.tokens, padded), (weights, ROW), rows, (out, padded));
             }
         }
     }
 
     /// Keeps what a piece found; the last piece to finish merges all.
     #[inline(always)]
-    unsafe fn keep<S: Simd>(&self, item: &Item, out: &mut [f32], running: &[Running; MAX_GROUP]) {
-        let (call, group, padded) = (self.call, self.call.group, self.call.padded::<S>());
-        let dim = call.out.head_dim;
-        let part = |piece: usize, g: usize| {
-            self.partials.base.wrapping_add(((item.partial + piece) * group + g) * (dim + 2))
+    unsafe fn keep<S: Simd>(&self, item: &Item, out: &mut [f32], running: &[Running]) {
+        let (call, padded) = (self.call, self.call.padded::<S>());
+        let (dim, first) = (call.out.head_dim, item.kv_head * call.group);
+        let part = |piece: usize, head: usize| {
+            self.partials.base.wrapping_add(((item.partial + piece) * call.query.heads + head) * (dim + 2))
         };
-        for g in 0..group {
-            let part = part(item.piece as usize, g);
+        for (head, running) in running.iter().enumerate() {
+            let part = part(item.piece, first + head);
             // SAFETY: this piece's own part of the partials.
             unsafe {
-                std::ptr::copy_nonoverlapping(out.as_ptr().add(g * padded), part, dim);
-                *part.add(dim) = running[g].top;
-                *part.add(dim + 1) = running[g].sum;
+                std::ptr::copy_nonoverlapping(out.as_ptr().add(head * padded), part, dim);
+                *part.add(dim) = running.top;
+                *part.add(dim + 1) = running.sum;
             }
         }
         if self.finished[item.counter].fetch_add(1, Ordering::AcqRel) + 1 < item.pieces {
             return;
         }
-        for g in 0..group {
-            let total = &mut out[g * padded..g * padded + dim];
+        for (head, total) in out.chunks_exact_mut(padded).enumerate() {
+            total.fill(0.0);
             // SAFETY: all pieces were written before the counter reached their number.
             unsafe {
-                let top = (0..item.pieces as usize).fold(f32::NEG_INFINITY, |top, i| top.max(*part(i, g).add(dim)));
+                let mut top = f32::NEG_INFINITY;
+                for i in 0..item.pieces {
+                    top = top.max(*part(i, first + head).add(dim));
+                }
                 let shift = Running { top, sum: 0.0 }.shift();
-                total.fill(0.0);
                 let mut sum = 0.0;
-                for i in 0..item.pieces as usize {
-                    let piece = std::slice::from_raw_parts(part(i, g), dim + 2);
+                for i in 0..item.pieces {
+                    let piece = std::slice::from_raw_parts(part(i, first + head), dim + 2);
                     let weight = exp2_one::<S>(piece[dim] - shift);
-                    total.iter_mut().zip(piece).for_each(|(total, x)| *total += weight * x);
+                    for (total, x) in total[..dim].iter_mut().zip(piece) {
+                        *total += weight * x;
+                    }
                     sum += weight * piece[dim + 1];
                 }
-                call.store_out(item.seq as usize, item.kv_head as usize * group + g, total, sum);
+                call.store_out(item.seq, first + head, total, sum);
             }
         }
     }

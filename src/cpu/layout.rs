@@ -96,7 +96,11 @@ impl Layout {
             }
         }
         if (self.element == Element::E4m3) == (self.scales == Scales::None) {
-            return Err(Error::invalid("scales", format!("{:?}", self.scales), "e4m3 has scales, other types have none"));
+            return Err(Error::invalid(
+                "scales",
+                format!("{:?}", self.scales),
+                "e4m3 has scales, other types have none",
+            ));
         }
         let s = self.strides;
         let row = self.head_dim * self.element.bytes();
@@ -147,9 +151,7 @@ impl Layout {
     /// Bytes of the pool.
     pub fn bytes(&self) -> usize {
         let s = self.strides;
-        last(self.num_blocks, s.block)
-            .saturating_add(last(self.num_layers, s.layer))
-            .saturating_add(self.layer_bytes())
+        last(self.num_blocks, s.block).saturating_add(last(self.num_layers, s.layer)).saturating_add(self.layer_bytes())
     }
 
     /// Bytes of the keys and values of one layer in one block, padding included.

@@ -39,13 +39,7 @@ pub(super) unsafe fn accumulate<S: Simd>(
 
 #[inline(always)]
 #[allow(unsafe_code)]
-unsafe fn strip<S: Simd, const R: usize>(
-    depth: usize,
-    columns: usize,
-    a: Matrix,
-    b: Matrix,
-    c: MatrixMut,
-) {
+unsafe fn strip<S: Simd, const R: usize>(depth: usize, columns: usize, a: Matrix, b: Matrix, c: MatrixMut) {
     let mut column = 0;
     while column < columns {
         let left = (columns - column) / S::LANES;
@@ -69,12 +63,7 @@ unsafe fn strip<S: Simd, const R: usize>(
 
 #[inline(always)]
 #[allow(unsafe_code)]
-unsafe fn tile<S: Simd, const R: usize, const C: usize>(
-    depth: usize,
-    a: Matrix,
-    b: Matrix,
-    c: MatrixMut,
-) {
+unsafe fn tile<S: Simd, const R: usize, const C: usize>(depth: usize, a: Matrix, b: Matrix, c: MatrixMut) {
     // SAFETY: R rows and C vectors of columns are valid (caller).
     unsafe {
         let mut sums = [[S::splat(0.0); C]; R];
@@ -83,17 +72,24 @@ unsafe fn tile<S: Simd, const R: usize, const C: usize>(
                 *sum = S::load(c.0.add(i * c.1 + j * S::LANES));
             }
         }
+        // By pointers: indices would be checked for overflow at every step.
+        let mut lines = [a.0; R];
+        for (i, line) in lines.iter_mut().enumerate() {
+            *line = a.0.add(i * a.1);
+        }
+        let mut from = b.0;
         for k in 0..depth {
-            let mut line = [S::splat(0.0); C];
-            for (j, v) in line.iter_mut().enumerate() {
-                *v = S::load(b.0.add(k * b.1 + j * S::LANES));
+            let mut values = [S::splat(0.0); C];
+            for (j, v) in values.iter_mut().enumerate() {
+                *v = S::load(from.add(j * S::LANES));
             }
-            for (i, row) in sums.iter_mut().enumerate() {
-                let x = S::splat(*a.0.add(i * a.1 + k));
-                for (sum, v) in row.iter_mut().zip(line) {
+            for (row, line) in sums.iter_mut().zip(lines) {
+                let x = S::splat(*line.add(k));
+                for (sum, v) in row.iter_mut().zip(values) {
                     *sum = S::fma(x, v, *sum);
                 }
             }
+            from = from.add(b.1);
         }
         for (i, row) in sums.iter().enumerate() {
             for (j, sum) in row.iter().enumerate() {

@@ -7,6 +7,7 @@ pub mod attention;
 pub mod blocks;
 pub mod convert;
 pub mod decode;
+pub mod huge;
 pub mod layout;
 pub mod level;
 mod math;

@@ -7,7 +7,7 @@
 
 use std::marker::PhantomData;
 
-use super::attention::{Attention, STEP, Side, TILE, tiles, with_scratch};
+use super::attention::{Attention, STEP, Scratch, Side, TILE, tiles};
 use super::convert::{Bf16, E4m3, Element, F16, F32, Stored};
 use super::level::{Level, Work, run_at};
 use super::math::{Running, rescale, weigh};
@@ -48,7 +48,11 @@ pub fn prefill(call: &Attention<'_>, starts: &[i64], level: Level, threads: Thre
         return Err(Error::invalid("query_starts", start, format!("must be within 0..={rows}")));
     }
     if starts.first() != Some(&0) || starts.last() != Some(&rows) {
-        return Err(Error::invalid("query_starts", format!("{:?}", (starts.first(), starts.last())), "must be 0 and the rows at its ends"));
+        return Err(Error::invalid(
+            "query_starts",
+            format!("{:?}", (starts.first(), starts.last())),
+            "must be 0 and the rows at its ends",
+        ));
     }
     for (seq, pair) in starts.windows(2).enumerate() {
         let (tokens, len) = (pair[1] - pair[0], call.tables.lens[seq]);
@@ -73,9 +77,13 @@ fn run<E: Stored>(call: &Attention<'_>, starts: &[i64], level: Level, threads: T
         let before = call.tables.lens[seq] - (end - first);
         for row in (first..end).step_by(most) {
             let (position, tokens) = (before + row - first, most.min(end - row));
-            items.extend(
-                (0..call.pool.layout.num_kv_heads).map(|kv_head| Item { seq, kv_head, row, position, tokens }),
-            );
+            items.extend((0..call.pool.layout.num_kv_heads).map(|kv_head| Item {
+                seq,
+                kv_head,
+                row,
+                position,
+                tokens,
+            }));
         }
     }
     // The longest first, so that the last ones to finish are short.
@@ -112,40 +120,40 @@ impl<E: Stored> Work for Prefill<'_, E> {
         let (group, padded) = (call.group, call.padded::<S>());
         let rows = item.tokens * group;
         let sizes = [rows * padded, rows * padded, rows * STEP, padded * STEP, STEP * padded, TILE * padded, rows * 2];
-        with_scratch(sizes.iter().sum(), |mut scratch| {
-            let [query, out, logits, keys, values, tile, running] = sizes.map(|size| {
-                let (part, rest) = std::mem::take(&mut scratch).split_at_mut(size);
-                scratch = rest;
-                part
-            });
-            let mut buffers = Buffers { query, out, logits, keys, values, tile, running };
-            buffers.out.fill(0.0);
-            for pair in buffers.running.chunks_exact_mut(2) {
-                pair.copy_from_slice(&[Running::NONE.top, Running::NONE.sum]);
-            }
-            let first = match call.rules.window {
-                0 => 0,
-                window => (item.position + 1).saturating_sub(window),
-            };
-            let end = item.position + item.tokens;
-            // SAFETY: the CPU has S (caller), and the pool stores E.
-            unsafe {
-                for row in 0..rows {
-                    let target = &mut buffers.query[row * padded..(row + 1) * padded];
-                    call.load_query::<S>(item.row + row / group, item.kv_head * group + row % group, target);
-                }
-                let mut start = first / STEP * STEP;
-                while start < end {
-                    self.step::<S>(item, start, (start + STEP).min(end), first, &mut buffers);
-                    start += STEP;
-                }
-            }
-            for row in 0..rows {
-                let values = &mut buffers.out[row * padded..(row + 1) * padded];
-                let sum = buffers.running[2 * row + 1];
-                call.store_out(item.row + row / group, item.kv_head * group + row % group, values, sum);
-            }
+        let mut scratch = Scratch::take(sizes.iter().sum());
+        let mut left = scratch.numbers();
+        let [query, out, logits, keys, values, tile, running] = sizes.map(|size| {
+            let (part, rest) = std::mem::take(&mut left).split_at_mut(size);
+            left = rest;
+            part
         });
+        let mut buffers = Buffers { query, out, logits, keys, values, tile, running };
+        buffers.out.fill(0.0);
+        for pair in buffers.running.chunks_exact_mut(2) {
+            pair.copy_from_slice(&[Running::NONE.top, Running::NONE.sum]);
+        }
+        let first = match call.rules.window {
+            0 => 0,
+            window => (item.position + 1).saturating_sub(window),
+        };
+        let end = item.position + item.tokens;
+        // SAFETY: the CPU has S (caller), and the pool stores E.
+        unsafe {
+            for row in 0..rows {
+                let target = &mut buffers.query[row * padded..(row + 1) * padded];
+                call.load_query::<S>(item.row + row / group, item.kv_head * group + row % group, target);
+            }
+            let mut start = first / STEP * STEP;
+            while start < end {
+                self.step::<S>(item, start, (start + STEP).min(end), first, &mut buffers);
+                start += STEP;
+            }
+        }
+        for row in 0..rows {
+            let values = &mut buffers.out[row * padded..(row + 1) * padded];
+            let sum = buffers.running[2 * row + 1];
+            call.store_out(item.row + row / group, item.kv_head * group + row % group, values, sum);
+        }
     }
 }
 
@@ -166,18 +174,18 @@ impl<E: Stored> Prefill<'_, E> {
             for tile in tiles(blocks, block_size, from, end) {
                 let at = tile.start - start;
                 values.copy::<S, E>(tile, buffers.values.as_mut_ptr().add(at * padded));
-                let (source, stride) = keys.tile::<S, E>(tile, buffers.tile.as_mut_ptr());
+                let source = keys.tile::<S, E>(tile, buffers.tile.as_mut_ptr());
                 if tile.tokens == TILE && at.is_multiple_of(S::LANES) {
                     for row in (0..TILE).step_by(S::LANES) {
                         for column in (0..padded).step_by(S::LANES) {
                             let target = buffers.keys.as_mut_ptr().add(column * STEP + at + row);
-                            S::transpose(source.add(row * stride + column), stride, target, STEP);
+                            S::transpose(source.add(row * padded + column), padded, target, STEP);
                         }
                     }
                 } else {
                     for row in 0..tile.tokens {
                         for column in 0..padded {
-                            buffers.keys[column * STEP + at + row] = *source.add(row * stride + column);
+                            buffers.keys[column * STEP + at + row] = *source.add(row * padded + column);
                         }
                     }
                 }

@@ -40,8 +40,8 @@ pub(super) trait Simd: Copy {
     unsafe fn load_bf16(p: *const u16) -> Self::V;
     unsafe fn load_f16(p: *const u16) -> Self::V;
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
-    /// Dot products of `q` with [`Simd::LANES`] rows that start `stride` elements apart, each `chunks` vectors long.
-    unsafe fn dots(q: *const f32, rows: *const f32, stride: usize, chunks: usize) -> Self::V;
+    /// Dot products of `q` with [`Simd::LANES`] rows that lie one behind the other, each `chunks` vectors long.
+    unsafe fn dots(q: *const f32, rows: *const f32, chunks: usize) -> Self::V;
     /// Transposes a square of [`Simd::LANES`] rows, `from` elements apart, into rows `to` elements apart.
     unsafe fn transpose(source: *const f32, from: usize, target: *mut f32, to: usize);
     /// [`super::matrix::accumulate`], compiled once per instruction set.
@@ -150,14 +150,14 @@ impl Simd for Portable {
         each(|i| super::convert::from_e4m3(raw[i]))
     }
     #[inline(always)]
-    unsafe fn dots(q: *const f32, rows: *const f32, stride: usize, chunks: usize) -> Self::V {
+    unsafe fn dots(q: *const f32, rows: *const f32, chunks: usize) -> Self::V {
         let mut sums = [0.0; N];
         for (row, total) in sums.iter_mut().enumerate() {
             let mut lanes = [0.0; N];
             for chunk in 0..chunks {
                 // SAFETY: `q` and each of the rows hold `chunks` vectors (trait).
                 unsafe {
-                    let k = Self::load(rows.add(row * stride + chunk * N));
+                    let k = Self::load(rows.add((row * chunks + chunk) * N));
                     lanes = Self::fma(Self::load(q.add(chunk * N)), k, lanes);
                 }
             }

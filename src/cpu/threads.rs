@@ -22,7 +22,8 @@ pub enum Threads {
 }
 
 impl Threads {
-    fn count(self) -> usize {
+    /// How many, the caller among them.
+    pub fn count(self) -> usize {
         let (Self::Joined(n) | Self::Own(n)) = self;
         n.max(1)
     }

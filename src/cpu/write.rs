@@ -48,7 +48,11 @@ pub unsafe fn write_kv(
         return Err(Error::invalid("layer", layer, format!("must be within 0..{}", layout.num_layers - 1)));
     }
     if layout.scales == Scales::Block {
-        return Err(Error::invalid("cache", "scale=block", "its blocks are made by quantise_blocks, not token by token"));
+        return Err(Error::invalid(
+            "cache",
+            "scale=block",
+            "its blocks are made by quantise_blocks, not token by token",
+        ));
     }
     for (name, rows) in [("key", key), ("value", value)] {
         let shape = (rows.rows, rows.heads, rows.head_dim);

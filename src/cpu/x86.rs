@@ -16,6 +16,48 @@ const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 /// What turns an f16 with e4m3's fields moved into place into the value: exponent biases 15 and 7.
 const E4M3_BIAS: f32 = 256.0;
 
+/// Products of `q` and 8 rows, not yet summed over the lanes. `N` vectors a row where it is known, else `chunks`: with
+/// constant distances the loads need no arithmetic.
+#[inline(always)]
+unsafe fn products_256<const N: usize>(q: *const f32, rows: *const f32, chunks: usize) -> [__m256; 8] {
+    let chunks = if N > 0 { N } else { chunks };
+    let stride = chunks.wrapping_mul(8);
+    // SAFETY: as `Simd::dots`.
+    unsafe {
+        let mut sums = [_mm256_setzero_ps(); 8];
+        for chunk in 0..chunks {
+            let at = chunk.wrapping_mul(8);
+            let x = _mm256_loadu_ps(q.add(at));
+            for (row, sum) in sums.iter_mut().enumerate() {
+                let k = _mm256_loadu_ps(rows.add(row.wrapping_mul(stride).wrapping_add(at)));
+                *sum = _mm256_fmadd_ps(x, k, *sum);
+            }
+        }
+        sums
+    }
+}
+
+/// Products of `q` and 16 rows, not yet summed over the lanes. `N` vectors a row where it is known, else `chunks`: with
+/// constant distances the loads need no arithmetic.
+#[inline(always)]
+unsafe fn products_512<const N: usize>(q: *const f32, rows: *const f32, chunks: usize) -> [__m512; 16] {
+    let chunks = if N > 0 { N } else { chunks };
+    let stride = chunks.wrapping_mul(16);
+    // SAFETY: as `Simd::dots`.
+    unsafe {
+        let mut sums = [_mm512_setzero_ps(); 16];
+        for chunk in 0..chunks {
+            let at = chunk.wrapping_mul(16);
+            let x = _mm512_loadu_ps(q.add(at));
+            for (row, sum) in sums.iter_mut().enumerate() {
+                let k = _mm512_loadu_ps(rows.add(row.wrapping_mul(stride).wrapping_add(at)));
+                *sum = _mm512_fmadd_ps(x, k, *sum);
+            }
+        }
+        sums
+    }
+}
+
 impl Simd for Avx2 {
     const LANES: usize = 8;
     const COLUMNS: usize = 2;
@@ -129,17 +171,14 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn dots(q: *const f32, rows: *const f32, stride: usize, chunks: usize) -> Self::V {
+    unsafe fn dots(q: *const f32, rows: *const f32, chunks: usize) -> Self::V {
         // SAFETY: `q` and each of the rows hold `chunks` vectors (trait).
         unsafe {
-            let mut s = [_mm256_setzero_ps(); 8];
-            for chunk in 0..chunks {
-                let x = _mm256_loadu_ps(q.add(chunk * 8));
-                let p = rows.add(chunk * 8);
-                for (row, sum) in s.iter_mut().enumerate() {
-                    *sum = _mm256_fmadd_ps(x, _mm256_loadu_ps(p.add(row * stride)), *sum);
-                }
-            }
+            let mut s = match chunks {
+                8 => products_256::<8>(q, rows, chunks),
+                16 => products_256::<16>(q, rows, chunks),
+                _ => products_256::<0>(q, rows, chunks),
+            };
             // Pairs of rows, then fours, then the halves.
             for i in (0..8).step_by(2) {
                 s[i] = _mm256_add_ps(_mm256_unpacklo_ps(s[i], s[i + 1]), _mm256_unpackhi_ps(s[i], s[i + 1]));
@@ -304,17 +343,14 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn dots(q: *const f32, rows: *const f32, stride: usize, chunks: usize) -> Self::V {
+    unsafe fn dots(q: *const f32, rows: *const f32, chunks: usize) -> Self::V {
         // SAFETY: `q` and each of the rows hold `chunks` vectors (trait).
         unsafe {
-            let mut s = [_mm512_setzero_ps(); 16];
-            for chunk in 0..chunks {
-                let x = _mm512_loadu_ps(q.add(chunk * 16));
-                let p = rows.add(chunk * 16);
-                for (row, sum) in s.iter_mut().enumerate() {
-                    *sum = _mm512_fmadd_ps(x, _mm512_loadu_ps(p.add(row * stride)), *sum);
-                }
-            }
+            let mut s = match chunks {
+                4 => products_512::<4>(q, rows, chunks),
+                8 => products_512::<8>(q, rows, chunks),
+                _ => products_512::<0>(q, rows, chunks),
+            };
             // Pairs of rows, then fours, then the quarters.
             for i in (0..16).step_by(2) {
                 s[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[i], s[i + 1]), _mm512_unpackhi_ps(s[i], s[i + 1]));
@@ -336,7 +372,8 @@ impl Simd for Avx512 {
     unsafe fn transpose(source: *const f32, from: usize, target: *mut f32, to: usize) {
         // SAFETY: both squares are valid (trait).
         unsafe {
-            let (mut r, mut t, mut u) = ([_mm512_setzero_ps(); 16], [_mm512_setzero_ps(); 16], [_mm512_setzero_ps(); 16]);
+            let (mut r, mut t, mut u) =
+                ([_mm512_setzero_ps(); 16], [_mm512_setzero_ps(); 16], [_mm512_setzero_ps(); 16]);
             for (i, row) in r.iter_mut().enumerate() {
                 *row = _mm512_loadu_ps(source.add(i * from));
             }

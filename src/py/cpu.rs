@@ -13,7 +13,7 @@ use crate::cpu::convert::Element;
 use crate::cpu::layout::{Layout, Pool, Scales, Strides};
 use crate::cpu::level::Level;
 use crate::cpu::threads::{Threads, remember_process, team_name};
-use crate::cpu::{blocks, decode, prefill, write};
+use crate::cpu::{blocks, decode, huge, prefill, write};
 use crate::error::Result;
 
 /// Shape of a pool and distances in it, checked once.
@@ -40,8 +40,7 @@ impl PyCpuLayout {
         let [block, layer, kv, head, token, scale, scale_head, scale_token] = strides;
         let strides = Strides { block, layer, kv, head, token, scale, scale_head, scale_token };
         let element = element(dtype)?;
-        let layout =
-            Layout { num_blocks, num_layers, num_kv_heads, head_dim, block_size, element, scales, strides };
+        let layout = Layout { num_blocks, num_layers, num_kv_heads, head_dim, block_size, element, scales, strides };
         Ok(Self(layout.check()?))
     }
 
@@ -175,6 +174,16 @@ pub(super) fn cpu_levels() -> Vec<&'static str> {
 #[pyfunction]
 pub(super) fn cpu_team() -> &'static str {
     team_name()
+}
+
+/// Asks for large pages behind a buffer that is about to be written for the first time.
+#[pyfunction]
+pub(super) fn cpu_advise_huge_pages(buffer: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let held = Held::get("buffer", buffer, 1, 1, true)?.contiguous("buffer")?;
+    // SAFETY: the buffer is held, writable and of this many bytes; attached.
+    #[allow(unsafe_code)]
+    let memory = unsafe { std::slice::from_raw_parts_mut(held.base.as_ptr().cast(), held.buffer.len_bytes()) };
+    Ok(huge::advise(memory))
 }
 
 /// Called when the module is made.

@@ -31,7 +31,8 @@ mod _core {
     use super::compact::PyCompactionPlan;
     #[pymodule_export]
     use super::cpu::{
-        PyCpuLayout, cpu_assign_blocks, cpu_attention, cpu_convert_blocks, cpu_copy_blocks, cpu_levels, cpu_team, cpu_write_kv,
+        PyCpuLayout, cpu_advise_huge_pages, cpu_assign_blocks, cpu_attention, cpu_convert_blocks, cpu_copy_blocks,
+        cpu_levels, cpu_team, cpu_write_kv,
     };
     #[pymodule_export]
     use super::free::PyFreeBlocks;

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcatch import _core
 from kvcatch.errors import InvalidArgument, InvalidType, MissingExtra, OutOfMemory
-from kvcatch.kernels.attention_checks import check_attention, check_chunks
+from kvcatch.kernels.attention_checks import check_attention, check_chunks, check_tables_hold
 from kvcatch.kernels.cache import KVCache
 from kvcatch.kernels.checks import (
     check_apart,
@@ -161,9 +161,11 @@ class CpuBackend:
 
     def _zeros(self, num_bytes: int) -> Tensor:
         try:
-            return self._torch.zeros(num_bytes, dtype=self._torch.uint8)
+            buffer = self._torch.empty(num_bytes, dtype=self._torch.uint8)
         except RuntimeError as refused:  # how torch reports it
             raise OutOfMemory(f"no memory for a pool of {num_bytes} bytes") from refused
+        _core.cpu_advise_huge_pages(buffer.numpy())  # before the first touch
+        return buffer.zero_()
 
     # --- whole blocks ---------------------------------------------------------------------------
 
@@ -232,21 +234,27 @@ class CpuBackend:
         self, cache: KVCache, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write new tokens into their slots; see :meth:`~kvcatch.kernels.backend.Backend.write_kv`."""
-        if not self._plain_write(cache, layer, key, value, slot_mapping):
+        plain = self._plain_write(cache, layer, key, value, slot_mapping)
+        if not plain:
             check_write(cache, layer, key, value, slot_mapping, self.device)
             self._checked("cache", cache)
-        _core.cpu_write_kv(
-            cache.buffer.numpy(),
-            _layout_of(cache),
-            layer,
-            self._array(key),
-            self._array(value),
-            slot_mapping.numpy(),
-            dtype=_dtype_name(key),
-            threads=self._num_threads(),
-            head_scales=_head_scales(cache),
-            own_threads=self._own_threads,
-        )
+        try:
+            _core.cpu_write_kv(
+                cache.buffer.numpy(),
+                _layout_of(cache),
+                layer,
+                self._array(key),
+                self._array(value),
+                _numpy(slot_mapping),
+                dtype=_dtype_name(key),
+                threads=self._num_threads(),
+                head_scales=_head_scales(cache),
+                own_threads=self._own_threads,
+            )
+        except InvalidArgument:
+            if plain:  # the message that all backends share, where there is one
+                check_write(cache, layer, key, value, slot_mapping, self.device)
+            raise
 
     def quantise_blocks(
         self, source: KVCache, cache: KVCache, src: BlockIds, dst: BlockIds
@@ -312,14 +320,15 @@ class CpuBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         """Attention of one new token per sequence; see :meth:`~kvcatch.kernels.backend.Backend.decode_attention`."""
-        lens: Array
-        plain = alibi_slopes is None and self._plain_attention(
-            cache, layer, query, block_tables, scale, out
+        plain = (
+            alibi_slopes is None
+            and soft_cap is None
+            and self._plain_attention(cache, layer, query, block_tables, scale, out)
+            and self._is_vector(seq_lens, self._torch.int32, query.shape[0])
         )
-        if plain and self._is_vector(seq_lens, self._torch.int32, query.shape[0]):
-            lens = seq_lens.numpy()
-        else:
-            check_attention(
+
+        def check() -> None:
+            seen = check_attention(
                 cache,
                 layer,
                 query,
@@ -331,13 +340,24 @@ class CpuBackend:
                 alibi_slopes=alibi_slopes,
                 out=out,
             )
-            expect("seq_lens", seq_lens, shape=query.shape[:1], dtype="int32", device=self.device)
-            lens = _numpy(seq_lens)
+            rows = seen.query.shape[0]
+            expect("seq_lens", seq_lens, shape=(rows,), dtype="int32", device=self.device)
+            longest = int(_numpy(seq_lens).max(initial=0))
+            check_tables_hold(seen.tables, rows, longest, cache.layout.block_size)
+
+        if not plain:
+            check()
         if plan is not None:
             _check_plan(plan, cache, query, window)
-        return self._attention(
-            cache, layer, query, block_tables, lens, scale, window, soft_cap, alibi_slopes, out
-        )
+        lens = _numpy(seq_lens)
+        try:
+            return self._attention(
+                cache, layer, query, block_tables, lens, scale, window, soft_cap, alibi_slopes, out
+            )
+        except InvalidArgument:
+            if plain:  # the message that all backends share, where there is one
+                check()
+            raise
 
     def prefill_attention(
         self,
@@ -355,7 +375,7 @@ class CpuBackend:
         out: Tensor | None = None,
     ) -> Tensor:
         """Attention of a chunk of a prompt; see :meth:`~kvcatch.kernels.backend.Backend.prefill_attention`."""
-        check_attention(
+        seen = check_attention(
             cache,
             layer,
             query,
@@ -368,6 +388,10 @@ class CpuBackend:
             out=out,
         )
         chunks = check_chunks(query_starts, seq_lens, query.shape[0])
+        longest = int(chunks.seq_lens.max(initial=0))
+        check_tables_hold(
+            seen.tables, len(chunks.seq_lens), longest, cache.layout.block_size
+        )
         starts = np.append(chunks.starts, np.int32(query.shape[0]))
         return self._attention(
             cache,
