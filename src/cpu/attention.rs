@@ -206,7 +206,7 @@ impl<'a> Attention<'a> {
     }
 
     /// Factor of the query so that logits come out in base 2, or, with a cap, in base e.
-    fn query_factor(&self) -> f32 {
+    pub(super) fn query_factor(&self) -> f32 {
         if self.rules.soft_cap.is_some() { self.rules.scale } else { self.rules.scale * std::f32::consts::LOG2_E }
     }
 
@@ -370,6 +370,13 @@ impl<'a> Side<'a> {
                 widen::<S, E>(source.add(row * s.token), factor, layout.head_dim, target, self.padded);
             }
         }
+    }
+
+    /// A tile's rows as they are stored, where they may be read vector by vector without scales; `None` otherwise.
+    #[inline(always)]
+    pub(super) fn stored<E: Stored>(&self, tile: Tile) -> Option<(*const u8, usize)> {
+        let plain = E::ELEMENT != Element::E4m3 && self.pool.layout.head_dim == self.padded;
+        plain.then(|| (self.address(tile), self.pool.layout.strides.token))
     }
 
     /// Asks for a tile's cache lines.

@@ -13,6 +13,7 @@ use super::attention::{Attention, ROW, STEP, Scratch, Side, TILE, tiles};
 use super::convert::{Bf16, E4m3, Element, F16, F32, Stored, narrow};
 use super::level::{Level, Work, run_at};
 use super::math::{Running, exp2_one, rescale, weigh};
+use super::matrix::ROWS;
 use super::simd::Simd;
 use super::threads::{Threads, parallel};
 use crate::error::{Error, Result};
@@ -205,10 +206,25 @@ impl<E: Stored> Decode<'_, E> {
         let (start, end) = (tokens.start, tokens.end);
         let (count, chunks) = (end - start, padded / S::LANES);
         let whole = count.next_multiple_of(S::LANES);
+        let pairs = S::BF16
+            && (E::ELEMENT, call.query.element) == (Element::Bf16, Element::Bf16)
+            && call.query.head_dim.is_multiple_of(2 * S::LANES)
+            && call.pool.layout.strides.token == 2 * padded;
         // SAFETY: the CPU has S and the pool stores E (caller); rows and tiles are within the scratch.
         unsafe {
             for tile in tiles(blocks, block_size, start, end) {
                 values.prefetch::<S>(tile);
+                if pairs && tile.tokens == TILE {
+                    // bf16 with bf16 as they are stored: exact products, and nothing to widen.
+                    let rows = keys.address(tile).cast::<u16>();
+                    for g in 0..group {
+                        let query = call.query.at(seq, kv_head * group + g).cast::<u16>();
+                        let dots = S::dots_bf16(query, rows, padded / (2 * S::LANES));
+                        let row = logits.as_mut_ptr().add(g * ROW + tile.start - start);
+                        S::store(row, S::mul(dots, S::splat(call.query_factor())));
+                    }
+                    continue;
+                }
                 let rows = keys.tile::<S, E>(tile, scratch.as_mut_ptr());
                 for g in 0..group {
                     let row = logits.as_mut_ptr().add(g * ROW + tile.start - start);
@@ -240,9 +256,15 @@ impl<E: Stored> Decode<'_, E> {
                 if let Some(tile) = ahead.next() {
                     next.prefetch::<S>(tile);
                 }
-                let rows = (values.tile::<S, E>(tile, scratch.as_mut_ptr()), padded);
-                let weights = logits.as_ptr().add(tile.start - start);
-                S::accumulate((group, tile.tokens, padded), (weights, ROW), rows, (out, padded));
+                let weights = (logits.as_ptr().add(tile.start - start), ROW);
+                let shape = (group, tile.tokens, padded);
+                match values.stored::<E>(tile) {
+                    Some(rows) if group <= ROWS => S::accumulate::<E>(shape, weights, rows, (out, padded)),
+                    _ => {
+                        let rows = values.tile::<S, E>(tile, scratch.as_mut_ptr());
+                        S::accumulate::<F32>(shape, weights, (rows.cast(), 4 * padded), (out, padded));
+                    }
+                }
             }
         }
     }

@@ -16,11 +16,17 @@ pub enum Level {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// The same and AVX-512 BF16.
+    Avx512Bf16,
 }
 
 impl Level {
-    const ALL: [(Self, &'static str); 3] =
-        [(Self::Portable, "portable"), (Self::Avx2, "avx2"), (Self::Avx512, "avx512")];
+    const ALL: [(Self, &'static str); 4] = [
+        (Self::Portable, "portable"),
+        (Self::Avx2, "avx2"),
+        (Self::Avx512, "avx512"),
+        (Self::Avx512Bf16, "avx512_bf16"),
+    ];
 
     /// Levels of this machine, weakest first.
     pub fn available() -> Vec<Self> {
@@ -59,6 +65,7 @@ fn detect() -> Level {
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
     match (avx2, avx512) {
+        (true, true) if is_x86_feature_detected!("avx512bf16") => Level::Avx512Bf16,
         (true, true) => Level::Avx512,
         (true, false) => Level::Avx2,
         _ => Level::Portable,
@@ -92,6 +99,8 @@ pub(super) unsafe fn run_at<W: Work>(level: Level, work: &W, i: usize) {
     unsafe {
         match level {
             #[cfg(target_arch = "x86_64")]
+            Level::Avx512Bf16 => avx512_bf16(work, i),
+            #[cfg(target_arch = "x86_64")]
             Level::Avx512 => avx512(work, i),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => avx2(work, i),
@@ -122,5 +131,14 @@ unsafe fn avx2<W: Work>(work: &W, i: usize) {
 #[allow(unsafe_code)]
 unsafe fn avx512<W: Work>(work: &W, i: usize) {
     // SAFETY: the caller's.
-    unsafe { work.run::<Avx512>(i) }
+    unsafe { work.run::<Avx512<false>>(i) }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+#[inline(never)]
+#[allow(unsafe_code)]
+unsafe fn avx512_bf16<W: Work>(work: &W, i: usize) {
+    // SAFETY: the caller's.
+    unsafe { work.run::<Avx512<true>>(i) }
 }

@@ -1,22 +1,23 @@
 //! Product of a few rows with a tile, held in registers.
 
-use super::simd::{Matrix, MatrixMut, Simd};
+use super::convert::Stored;
+use super::simd::{Bytes, Matrix, MatrixMut, Simd};
 
 /// Most rows whose sums fit in the registers beside a row of the tile.
-const ROWS: usize = 6;
+pub(super) const ROWS: usize = 6;
 
-/// `c[rows][columns] += a[rows][depth] * b[depth][columns]`; columns and strides of `b` and `c` count in elements, columns
-/// are a multiple of the lanes. Each element of `c` is summed in order of depth, whatever rows are beside it.
+/// `c[rows][columns] += a[rows][depth] * b[depth][columns]`; columns are a multiple of the lanes, elements of
+/// `b` are widened as they are read. Each element of `c` is summed in order of depth, whatever rows are beside it.
 ///
 /// # Safety
 ///
 /// The CPU has `S`; `a`, `b` and `c` are valid for these shapes.
 #[inline(always)]
 #[allow(unsafe_code)]
-pub(super) unsafe fn accumulate<S: Simd>(
+pub(super) unsafe fn accumulate<S: Simd, E: Stored>(
     (rows, depth, columns): (usize, usize, usize),
     a: Matrix,
-    b: Matrix,
+    b: Bytes,
     c: MatrixMut,
 ) {
     let mut row = 0;
@@ -25,12 +26,12 @@ pub(super) unsafe fn accumulate<S: Simd>(
         unsafe {
             let (a, c) = ((a.0.add(row * a.1), a.1), (c.0.add(row * c.1), c.1));
             match rows - row {
-                1 => strip::<S, 1>(depth, columns, a, b, c),
-                2 => strip::<S, 2>(depth, columns, a, b, c),
-                3 => strip::<S, 3>(depth, columns, a, b, c),
-                4 => strip::<S, 4>(depth, columns, a, b, c),
-                5 => strip::<S, 5>(depth, columns, a, b, c),
-                _ => strip::<S, ROWS>(depth, columns, a, b, c),
+                1 => strip::<S, E, 1>(depth, columns, a, b, c),
+                2 => strip::<S, E, 2>(depth, columns, a, b, c),
+                3 => strip::<S, E, 3>(depth, columns, a, b, c),
+                4 => strip::<S, E, 4>(depth, columns, a, b, c),
+                5 => strip::<S, E, 5>(depth, columns, a, b, c),
+                _ => strip::<S, E, ROWS>(depth, columns, a, b, c),
             }
         }
         row += ROWS;
@@ -39,21 +40,21 @@ pub(super) unsafe fn accumulate<S: Simd>(
 
 #[inline(always)]
 #[allow(unsafe_code)]
-unsafe fn strip<S: Simd, const R: usize>(depth: usize, columns: usize, a: Matrix, b: Matrix, c: MatrixMut) {
+unsafe fn strip<S: Simd, E: Stored, const R: usize>(depth: usize, columns: usize, a: Matrix, b: Bytes, c: MatrixMut) {
     let mut column = 0;
     while column < columns {
         let left = (columns - column) / S::LANES;
         // SAFETY: columns below `columns` (caller).
         unsafe {
-            let (b, c) = ((b.0.add(column), b.1), (c.0.add(column), c.1));
+            let (b, c) = ((b.0.add(column * E::ELEMENT.bytes()), b.1), (c.0.add(column), c.1));
             let taken = if S::COLUMNS >= 4 && left >= 4 {
-                tile::<S, R, 4>(depth, a, b, c);
+                tile::<S, E, R, 4>(depth, a, b, c);
                 4
             } else if S::COLUMNS >= 2 && left >= 2 {
-                tile::<S, R, 2>(depth, a, b, c);
+                tile::<S, E, R, 2>(depth, a, b, c);
                 2
             } else {
-                tile::<S, R, 1>(depth, a, b, c);
+                tile::<S, E, R, 1>(depth, a, b, c);
                 1
             };
             column += taken * S::LANES;
@@ -63,7 +64,7 @@ unsafe fn strip<S: Simd, const R: usize>(depth: usize, columns: usize, a: Matrix
 
 #[inline(always)]
 #[allow(unsafe_code)]
-unsafe fn tile<S: Simd, const R: usize, const C: usize>(depth: usize, a: Matrix, b: Matrix, c: MatrixMut) {
+unsafe fn tile<S: Simd, E: Stored, const R: usize, const C: usize>(depth: usize, a: Matrix, b: Bytes, c: MatrixMut) {
     // SAFETY: R rows and C vectors of columns are valid (caller).
     unsafe {
         let mut sums = [[S::splat(0.0); C]; R];
@@ -81,7 +82,7 @@ unsafe fn tile<S: Simd, const R: usize, const C: usize>(depth: usize, a: Matrix,
         for k in 0..depth {
             let mut values = [S::splat(0.0); C];
             for (j, v) in values.iter_mut().enumerate() {
-                *v = S::load(from.add(j * S::LANES));
+                *v = E::load::<S>(from.add(j * S::LANES * E::ELEMENT.bytes()));
             }
             for (row, line) in sums.iter_mut().zip(lines) {
                 let x = S::splat(*line.add(k));

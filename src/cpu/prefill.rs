@@ -192,10 +192,10 @@ impl<E: Stored> Prefill<'_, E> {
             }
             buffers.logits.fill(0.0);
             let columns = (end - start).next_multiple_of(S::LANES);
-            S::accumulate(
+            S::accumulate::<F32>(
                 (rows, padded, columns),
                 (buffers.query.as_ptr(), padded),
-                (buffers.keys.as_ptr(), STEP),
+                (buffers.keys.as_ptr().cast(), 4 * STEP),
                 (buffers.logits.as_mut_ptr(), STEP),
             );
             for row in 0..rows {
@@ -222,10 +222,10 @@ impl<E: Stored> Prefill<'_, E> {
                     rescale::<S>(buffers.out.as_mut_ptr().add(row * padded), padded, factor);
                 }
             }
-            S::accumulate(
+            S::accumulate::<F32>(
                 (rows, end - start, padded),
                 (buffers.logits.as_ptr(), STEP),
-                (buffers.values.as_ptr(), padded),
+                (buffers.values.as_ptr().cast(), 4 * padded),
                 (buffers.out.as_mut_ptr(), padded),
             );
         }

@@ -3,6 +3,8 @@
 //! Kernels are generic over [`Simd`], always inlined, and entered through a function that enables the instruction set
 //! (`dispatch!` in `level.rs`), so that each is compiled once per level.
 
+use super::convert::Stored;
+
 /// Lanes of f32 and what the kernels do with them.
 ///
 /// # Safety
@@ -42,17 +44,26 @@ pub(super) trait Simd: Copy {
     unsafe fn load_e4m3(p: *const u8) -> Self::V;
     /// Dot products of `q` with [`Simd::LANES`] rows that lie one behind the other, each `chunks` vectors long.
     unsafe fn dots(q: *const f32, rows: *const f32, chunks: usize) -> Self::V;
+    /// Whether [`Simd::dots_bf16`] may be called.
+    const BF16: bool = false;
+    /// As [`Simd::dots`], of bf16 with bf16: rows of `chunks` times twice the lanes. Subnormals count as 0.
+    unsafe fn dots_bf16(_: *const u16, _: *const u16, _: usize) -> Self::V {
+        // SAFETY: no pointer is involved.
+        unsafe { Self::splat(f32::NAN) }
+    }
     /// Transposes a square of [`Simd::LANES`] rows, `from` elements apart, into rows `to` elements apart.
     unsafe fn transpose(source: *const f32, from: usize, target: *mut f32, to: usize);
     /// [`super::matrix::accumulate`], compiled once per instruction set.
-    unsafe fn accumulate(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut);
+    unsafe fn accumulate<E: Stored>(shape: (usize, usize, usize), a: Matrix, b: Bytes, c: MatrixMut);
     /// Asks for the cache line at `p`, which need not be valid.
     unsafe fn prefetch(p: *const u8);
 }
 
 /// Where a matrix starts, and the elements from a row to the next.
 pub(super) type Matrix = (*const f32, usize);
-/// The same, to be written.
+/// Where a matrix of stored elements starts, and the bytes from a row to the next.
+pub(super) type Bytes = (*const u8, usize);
+/// The same as [`Matrix`], to be written.
 pub(super) type MatrixMut = (*mut f32, usize);
 
 /// Plain Rust, which the compiler vectorises for whatever the machine surely has.
@@ -176,9 +187,9 @@ impl Simd for Portable {
         }
     }
     #[inline(never)]
-    unsafe fn accumulate(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+    unsafe fn accumulate<E: Stored>(shape: (usize, usize, usize), a: Matrix, b: Bytes, c: MatrixMut) {
         // SAFETY: the caller's.
-        unsafe { super::matrix::accumulate::<Self>(shape, a, b, c) }
+        unsafe { super::matrix::accumulate::<Self, E>(shape, a, b, c) }
     }
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}

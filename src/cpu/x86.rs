@@ -2,15 +2,16 @@
 
 use std::arch::x86_64::*;
 
-use super::simd::{Matrix, MatrixMut, Simd};
+use super::convert::Stored;
+use super::simd::{Bytes, Matrix, MatrixMut, Simd};
 
 /// Eight lanes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Avx2;
 
-/// Sixteen lanes.
+/// Sixteen lanes; with or without AVX-512 BF16.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Avx512;
+pub(super) struct Avx512<const BF16: bool>;
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 /// What turns an f16 with e4m3's fields moved into place into the value: exponent biases 15 and 7.
@@ -55,6 +56,54 @@ unsafe fn products_512<const N: usize>(q: *const f32, rows: *const f32, chunks: 
             }
         }
         sums
+    }
+}
+
+/// [`products_512`] of bf16: pairs of products are summed within a lane.
+#[inline(always)]
+unsafe fn products_bf16<const N: usize>(q: *const u16, rows: *const u16, chunks: usize) -> [__m512; 16] {
+    #[inline]
+    #[target_feature(enable = "avx512bf16,avx512f")]
+    unsafe fn multiply(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
+        // SAFETY: 32 bf16 are 512 bits.
+        unsafe { _mm512_dpbf16_ps(sum, std::mem::transmute(a), std::mem::transmute(b)) }
+    }
+    let chunks = if N > 0 { N } else { chunks };
+    let stride = chunks.wrapping_mul(32);
+    // SAFETY: as `Simd::dots_bf16`.
+    unsafe {
+        let mut sums = [_mm512_setzero_ps(); 16];
+        for chunk in 0..chunks {
+            let at = chunk.wrapping_mul(32);
+            let x = _mm512_loadu_si512(q.add(at).cast());
+            for (row, sum) in sums.iter_mut().enumerate() {
+                let k = _mm512_loadu_si512(rows.add(row.wrapping_mul(stride).wrapping_add(at)).cast());
+                *sum = multiply(*sum, x, k);
+            }
+        }
+        sums
+    }
+}
+
+/// The sum of the lanes of each: pairs of rows, then fours, then the quarters.
+#[inline(always)]
+unsafe fn sum_rows(mut s: [__m512; 16]) -> __m512 {
+    // SAFETY: AVX-512 (callers).
+    unsafe {
+        for i in (0..16).step_by(2) {
+            s[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[i], s[i + 1]), _mm512_unpackhi_ps(s[i], s[i + 1]));
+        }
+        for i in (0..16).step_by(4) {
+            let (a, b) = (_mm512_castps_pd(s[i]), _mm512_castps_pd(s[i + 2]));
+            let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
+            s[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+        }
+        for (i, step) in [(0, 4), (8, 4), (0, 8)] {
+            let (a, b) = (s[i], s[i + step]);
+            let (even, odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+            s[i] = _mm512_add_ps(even, odd);
+        }
+        s[0]
     }
 }
 
@@ -218,15 +267,15 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn accumulate(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+    unsafe fn accumulate<E: Stored>(shape: (usize, usize, usize), a: Matrix, b: Bytes, c: MatrixMut) {
         #[target_feature(enable = "avx2,fma,f16c")]
         #[inline(never)]
-        unsafe fn once(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+        unsafe fn once<E: Stored>(shape: (usize, usize, usize), a: Matrix, b: Bytes, c: MatrixMut) {
             // SAFETY: the caller's.
-            unsafe { super::matrix::accumulate::<Avx2>(shape, a, b, c) }
+            unsafe { super::matrix::accumulate::<Avx2, E>(shape, a, b, c) }
         }
         // SAFETY: the caller's.
-        unsafe { once(shape, a, b, c) }
+        unsafe { once::<E>(shape, a, b, c) }
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
@@ -235,7 +284,8 @@ impl Simd for Avx2 {
     }
 }
 
-impl Simd for Avx512 {
+impl<const BF16: bool> Simd for Avx512<BF16> {
+    const BF16: bool = BF16;
     const LANES: usize = 16;
     const COLUMNS: usize = 4;
     type V = __m512;
@@ -346,26 +396,23 @@ impl Simd for Avx512 {
     unsafe fn dots(q: *const f32, rows: *const f32, chunks: usize) -> Self::V {
         // SAFETY: `q` and each of the rows hold `chunks` vectors (trait).
         unsafe {
-            let mut s = match chunks {
+            let s = match chunks {
                 4 => products_512::<4>(q, rows, chunks),
                 8 => products_512::<8>(q, rows, chunks),
                 _ => products_512::<0>(q, rows, chunks),
             };
-            // Pairs of rows, then fours, then the quarters.
-            for i in (0..16).step_by(2) {
-                s[i] = _mm512_add_ps(_mm512_unpacklo_ps(s[i], s[i + 1]), _mm512_unpackhi_ps(s[i], s[i + 1]));
-            }
-            for i in (0..16).step_by(4) {
-                let (a, b) = (_mm512_castps_pd(s[i]), _mm512_castps_pd(s[i + 2]));
-                let (low, high) = (_mm512_unpacklo_pd(a, b), _mm512_unpackhi_pd(a, b));
-                s[i] = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-            }
-            for (i, step) in [(0, 4), (8, 4), (0, 8)] {
-                let (a, b) = (s[i], s[i + step]);
-                let (even, odd) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
-                s[i] = _mm512_add_ps(even, odd);
-            }
-            s[0]
+            sum_rows(s)
+        }
+    }
+    #[inline(always)]
+    unsafe fn dots_bf16(q: *const u16, rows: *const u16, chunks: usize) -> Self::V {
+        // SAFETY: the CPU has AVX-512 BF16 where this is called (trait); pointers as `Simd::dots`.
+        unsafe {
+            sum_rows(match chunks {
+                2 => products_bf16::<2>(q, rows, chunks),
+                4 => products_bf16::<4>(q, rows, chunks),
+                _ => products_bf16::<0>(q, rows, chunks),
+            })
         }
     }
     #[inline(always)]
@@ -400,15 +447,15 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
-    unsafe fn accumulate(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+    unsafe fn accumulate<E: Stored>(shape: (usize, usize, usize), a: Matrix, b: Bytes, c: MatrixMut) {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
         #[inline(never)]
-        unsafe fn once(shape: (usize, usize, usize), a: Matrix, b: Matrix, c: MatrixMut) {
+        unsafe fn once<E: Stored>(shape: (usize, usize, usize), a: Matrix, b: Bytes, c: MatrixMut) {
             // SAFETY: the caller's.
-            unsafe { super::matrix::accumulate::<Avx512>(shape, a, b, c) }
+            unsafe { super::matrix::accumulate::<Avx512<false>, E>(shape, a, b, c) }
         }
         // SAFETY: the caller's.
-        unsafe { once(shape, a, b, c) }
+        unsafe { once::<E>(shape, a, b, c) }
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {

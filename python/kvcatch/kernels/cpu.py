@@ -6,15 +6,14 @@ without the GIL. Results depend neither on the number of threads nor on where th
 
 from __future__ import annotations
 
-import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvcatch import _core
-from kvcatch.errors import InvalidArgument, InvalidType, MissingExtra, OutOfMemory
+from kvcatch.errors import InvalidArgument, InvalidType, OutOfMemory
 from kvcatch.kernels.attention_checks import check_attention, check_chunks, check_tables_hold
 from kvcatch.kernels.cache import KVCache
 from kvcatch.kernels.checks import (
@@ -30,7 +29,17 @@ from kvcatch.kernels.checks import (
     check_window,
     check_write,
 )
-from kvcatch.kernels.layout import ALIGNMENT
+from kvcatch.kernels.cpu_tensors import (
+    array_of,
+    dtype_name,
+    head_scales_of,
+    is_vector,
+    layout_of,
+    numpy_of,
+    plain_attention,
+    plain_write,
+    torch,
+)
 from kvcatch.kernels.tensors import expect
 
 if TYPE_CHECKING:
@@ -83,7 +92,6 @@ class CpuBackend:
         check_ids: taken so that all backends have it; here ids are always checked.
 
     Raises:
-        MissingExtra: torch is not installed.
         InvalidArgument: this machine does not have that level, or ``threads`` is not positive.
     """
 
@@ -95,13 +103,6 @@ class CpuBackend:
         own_threads: bool = False,
         check_ids: bool = True,
     ) -> None:
-        try:
-            import torch
-        except ImportError as missing:
-            raise MissingExtra(
-                "the CPU backend needs torch: pip install 'kvcatch[engine]'"
-            ) from missing
-        self._torch = torch
         levels = _core.cpu_levels()
         chosen = level or os.environ.get(LEVEL_VARIABLE) or levels[-1]
         if chosen not in levels:
@@ -110,13 +111,12 @@ class CpuBackend:
             raise InvalidArgument(f"threads must be at least 1, not {threads}")
         self.level = chosen
         self.check_ids = check_ids
-        self._num_threads = (lambda: threads) if threads else torch.get_num_threads
+        self._fixed_threads = threads
         self._own_threads = own_threads
-        self._dtypes: dict[str, Any] = {
-            "float32": torch.float32,
-            "float16": torch.float16,
-            "bfloat16": torch.bfloat16,
-        }
+
+    @property
+    def _threads(self) -> int:
+        return self._fixed_threads or torch.get_num_threads()
 
     @property
     def name(self) -> str:
@@ -129,7 +129,7 @@ class CpuBackend:
         return "cpu"
 
     def __repr__(self) -> str:
-        return f"<CpuBackend {self.level}, {self._num_threads()} threads of {_core.cpu_team()}>"
+        return f"<CpuBackend {self.level}, {self._threads} threads of {_core.cpu_team()}>"
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -154,14 +154,12 @@ class CpuBackend:
             InvalidArgument: a size out of range.
             OutOfMemory: there is not so much memory; states the bytes.
         """
-        from dataclasses import replace
-
         host = replace(layout, order="block")
         return KVCache(host, num_blocks, self._zeros(host.pool_bytes(num_blocks)))
 
     def _zeros(self, num_bytes: int) -> Tensor:
         try:
-            buffer = self._torch.empty(num_bytes, dtype=self._torch.uint8)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
         except RuntimeError as refused:  # how torch reports it
             raise OutOfMemory(f"no memory for a pool of {num_bytes} bytes") from refused
         _core.cpu_advise_huge_pages(buffer.numpy())  # before the first touch
@@ -180,10 +178,10 @@ class CpuBackend:
         sources, targets = check_moves(src, dst, cache, cache, hazards=True)
         _core.cpu_assign_blocks(
             cache.buffer.numpy(),
-            _layout_of(cache),
+            layout_of(cache),
             sources,
             targets,
-            threads=self._num_threads(),
+            threads=self._threads,
             own_threads=self._own_threads,
         )
 
@@ -219,12 +217,12 @@ class CpuBackend:
     def _copy(self, source: KVCache, target: KVCache, src: Array, dst: Array) -> None:
         _core.cpu_copy_blocks(
             source.buffer.numpy(),
-            _layout_of(source),
+            layout_of(source),
             target.buffer.numpy(),
-            _layout_of(target),
+            layout_of(target),
             src,
             dst,
-            threads=self._num_threads(),
+            threads=self._threads,
             own_threads=self._own_threads,
         )
 
@@ -234,21 +232,21 @@ class CpuBackend:
         self, cache: KVCache, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write new tokens into their slots; see :meth:`~kvcatch.kernels.backend.Backend.write_kv`."""
-        plain = self._plain_write(cache, layer, key, value, slot_mapping)
+        plain = plain_write(cache, layer, key, value, slot_mapping)
         if not plain:
             check_write(cache, layer, key, value, slot_mapping, self.device)
             self._checked("cache", cache)
         try:
             _core.cpu_write_kv(
                 cache.buffer.numpy(),
-                _layout_of(cache),
+                layout_of(cache),
                 layer,
-                self._array(key),
-                self._array(value),
-                _numpy(slot_mapping),
-                dtype=_dtype_name(key),
-                threads=self._num_threads(),
-                head_scales=_head_scales(cache),
+                array_of(key),
+                array_of(value),
+                numpy_of(slot_mapping),
+                dtype=dtype_name(key),
+                threads=self._threads,
+                head_scales=head_scales_of(cache),
                 own_threads=self._own_threads,
             )
         except InvalidArgument:
@@ -284,13 +282,13 @@ class CpuBackend:
         sources, targets = check_moves(src, dst, source, target)
         _core.cpu_convert_blocks(
             source.buffer.numpy(),
-            _layout_of(source),
+            layout_of(source),
             target.buffer.numpy(),
-            _layout_of(target),
+            layout_of(target),
             sources,
             targets,
-            threads=self._num_threads(),
-            head_scales=_head_scales(quantised),
+            threads=self._threads,
+            head_scales=head_scales_of(quantised),
             own_threads=self._own_threads,
         )
 
@@ -323,8 +321,8 @@ class CpuBackend:
         plain = (
             alibi_slopes is None
             and soft_cap is None
-            and self._plain_attention(cache, layer, query, block_tables, scale, out)
-            and self._is_vector(seq_lens, self._torch.int32, query.shape[0])
+            and plain_attention(cache, layer, query, block_tables, scale, out)
+            and is_vector(seq_lens, torch.int32, query.shape[0])
         )
 
         def check() -> None:
@@ -342,14 +340,14 @@ class CpuBackend:
             )
             rows = seen.query.shape[0]
             expect("seq_lens", seq_lens, shape=(rows,), dtype="int32", device=self.device)
-            longest = int(_numpy(seq_lens).max(initial=0))
+            longest = int(numpy_of(seq_lens).max(initial=0))
             check_tables_hold(seen.tables, rows, longest, cache.layout.block_size)
 
         if not plain:
             check()
         if plan is not None:
             _check_plan(plan, cache, query, window)
-        lens = _numpy(seq_lens)
+        lens = numpy_of(seq_lens)
         try:
             return self._attention(
                 cache, layer, query, block_tables, lens, scale, window, soft_cap, alibi_slopes, out
@@ -389,9 +387,7 @@ class CpuBackend:
         )
         chunks = check_chunks(query_starts, seq_lens, query.shape[0])
         longest = int(chunks.seq_lens.max(initial=0))
-        check_tables_hold(
-            seen.tables, len(chunks.seq_lens), longest, cache.layout.block_size
-        )
+        check_tables_hold(seen.tables, len(chunks.seq_lens), longest, cache.layout.block_size)
         starts = np.append(chunks.starts, np.int32(query.shape[0]))
         return self._attention(
             cache,
@@ -422,23 +418,23 @@ class CpuBackend:
         starts: Array | None = None,
     ) -> Tensor:
         if out is None:
-            out = self._torch.empty(query.shape, dtype=query.dtype)
+            out = torch.empty(query.shape, dtype=query.dtype)
         _core.cpu_attention(
             cache.buffer.numpy(),
-            _layout_of(cache),
+            layout_of(cache),
             layer,
-            self._array(query),
-            _numpy(block_tables),
+            array_of(query),
+            numpy_of(block_tables),
             lens,
-            self._array(out),
-            dtype=_dtype_name(query),
+            array_of(out),
+            dtype=dtype_name(query),
             scale=scale,
             window=check_window(window),
-            threads=self._num_threads(),
+            threads=self._threads,
             level=self.level,
-            head_scales=_head_scales(cache),
+            head_scales=head_scales_of(cache),
             soft_cap=soft_cap,
-            alibi_slopes=None if alibi_slopes is None else _numpy(alibi_slopes),
+            alibi_slopes=None if alibi_slopes is None else numpy_of(alibi_slopes),
             starts=starts,
             own_threads=self._own_threads,
         )
@@ -458,105 +454,6 @@ class CpuBackend:
         check_same_layout(source, target)
         check_apart(source, target)
 
-    def _plain_write(
-        self, cache: KVCache, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor
-    ) -> bool:
-        """Whether a write is plainly right: the common case in few steps. Anything else goes through all checks."""
-        if not self._plain_cache(cache, layer) or not isinstance(key, self._torch.Tensor):
-            return False
-        layout = cache.layout
-        shape = key.shape
-        return (
-            len(shape) == 3
-            and shape[1] == layout.num_kv_heads
-            and shape[2] == layout.head_dim
-            and self._is_plain(key, self._dtypes.get(layout.dtype))
-            and self._is_plain(value, key.dtype)
-            and value.shape == shape
-            and self._is_vector(slot_mapping, self._torch.int64, shape[0])
-        )
-
-    def _plain_attention(
-        self,
-        cache: KVCache,
-        layer: int,
-        query: Tensor,
-        block_tables: Tensor,
-        scale: float,
-        out: Tensor | None,
-    ) -> bool:
-        """As :meth:`_plain_write`, for attention."""
-        if not self._plain_cache(cache, layer) or not isinstance(query, self._torch.Tensor):
-            return False
-        layout = cache.layout
-        shape = query.shape
-        return (
-            type(scale) is float
-            and len(shape) == 3
-            and shape[2] == layout.head_dim
-            and shape[1] % layout.num_kv_heads == 0
-            and 1 <= shape[1] // layout.num_kv_heads <= 16
-            and self._is_plain(query, self._dtypes.get(layout.dtype))
-            and self._is_plain(block_tables, self._torch.int32)
-            and len(block_tables.shape) == 2
-            and block_tables.shape[0] == shape[0]
-            and (out is None or (self._is_plain(out, query.dtype) and out.shape == shape))
-        )
-
-    def _plain_cache(self, cache: KVCache, layer: int) -> bool:
-        if type(cache) is not KVCache or cache.device != "cpu" or type(layer) is not int:
-            return False
-        layout = cache.layout
-        return (
-            layout.scale == "none"
-            and 0 <= layer < layout.num_layers
-            and self._is_plain(cache.buffer, self._torch.uint8)
-        )
-
-    def _is_plain(self, tensor: Tensor, dtype: Any) -> bool:
-        return (
-            isinstance(tensor, self._torch.Tensor)
-            and tensor.dtype is dtype
-            and not tensor.requires_grad
-            and tensor.is_contiguous()
-            and tensor.is_cpu
-            and tensor.data_ptr() % ALIGNMENT == 0
-        )
-
-    def _is_vector(self, tensor: Tensor, dtype: Any, length: int) -> bool:
-        return (
-            self._is_plain(tensor, dtype) and len(tensor.shape) == 1 and tensor.shape[0] == length
-        )
-
-    def _array(self, tensor: Tensor) -> Array:
-        """A numpy view of a tensor of floats; 16-bit ones as int16, which numpy has and bfloat16 it has not."""
-        if not isinstance(tensor, self._torch.Tensor):
-            return tensor.view(np.int16) if tensor.itemsize == 2 else tensor  # type: ignore[no-any-return]
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if tensor.dtype is not self._torch.float32:
-            tensor = tensor.view(self._torch.int16)
-        return tensor.numpy()  # type: ignore[no-any-return]
-
-
-@functools.lru_cache(maxsize=256)
-def _core_layout(layout: KVLayout, num_blocks: int) -> _core.CpuLayout:
-    s = layout.strides(num_blocks)
-    return _core.CpuLayout(
-        num_blocks,
-        layout.num_layers,
-        layout.num_kv_heads,
-        layout.head_dim,
-        layout.block_size,
-        layout.dtype,
-        layout.scale,
-        (s.block, s.layer, s.kv, s.head, s.token, s.scale, s.scale_head, s.scale_token),
-    )
-
-
-def _layout_of(cache: KVCache) -> _core.CpuLayout:
-    return _core_layout(cache.layout, cache.num_blocks)
-
 
 def _first(name: str, staging: KVCache, count: int) -> Array:
     """The staging blocks ``0..count-1``."""
@@ -567,31 +464,12 @@ def _first(name: str, staging: KVCache, count: int) -> Array:
     return np.arange(count, dtype=np.int32)
 
 
-def _head_scales(cache: KVCache) -> Array | None:
-    """The scales beside a pool, where its layout keeps them there."""
-    layout = cache.layout
-    if layout.scale != "head":
-        return None
-    shape = (layout.num_layers, 2, layout.num_kv_heads)
-    expect("head_scales", cache.head_scales, shape=shape, dtype="float32", device="cpu")
-    return _numpy(cache.head_scales)
-
-
-def _numpy(tensor: Tensor) -> Array:
-    """A contiguous numpy array of a tensor that numpy has a dtype for."""
-    if isinstance(tensor, np.ndarray):
-        return np.ascontiguousarray(tensor)
-    return tensor.detach().contiguous().numpy()  # type: ignore[no-any-return]
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _check_plan(plan: DecodePlan, cache: KVCache, query: Tensor, window: int | None) -> None:
     """Refuse a plan that was made for another batch, layout or window."""
     if not isinstance(plan, CpuPlan):
-        raise InvalidType(f"plan must come from plan_decode of this backend, not {type(plan).__name__}")
+        raise InvalidType(
+            f"plan must come from plan_decode of this backend, not {type(plan).__name__}"
+        )
     wanted = (query.shape[0], query.shape[1], cache.layout, window or 0)
     made = (plan.num_seqs, plan.num_q_heads, plan.layout, plan.window)
     if wanted == made:

@@ -12,8 +12,9 @@ from kvcatch.kernels import KVLayout, get_backend
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvcatch.kernels import KVCache
     from numpy.typing import NDArray
+
+    from kvcatch.kernels import KVCache
 
 E4M3 = "float8_e4m3"
 # Relative to the largest output: rounding of the output's type, and of f32 sums.
@@ -63,7 +64,9 @@ class Batch:
             tables[seq, :count] = order[used : used + count]
             used += count
             both = [
-                contents.normal(size=(layout.num_layers, tokens, layout.num_kv_heads, layout.head_dim))
+                contents.normal(
+                    size=(layout.num_layers, tokens, layout.num_kv_heads, layout.head_dim)
+                )
                 for _ in range(2)
             ]
             stored = [self._write(kv, tables[seq], x) for kv, x in enumerate(both)]
@@ -96,7 +99,9 @@ class Batch:
                 # Within 448 * 0.01: torch does not saturate.
                 narrow = torch.from_numpy(rows / scale).float().to(kind)
                 at = layout.offset(cache.num_blocks, block, layer, kv, head)
-                raw[at : at + rows.size * layout.item_bytes] = narrow.view(torch.uint8).numpy().ravel()
+                raw[at : at + rows.size * layout.item_bytes] = (
+                    narrow.view(torch.uint8).numpy().ravel()
+                )
                 became[layer, first : first + size, head] = narrow.double().numpy() * scale
         return became
 
@@ -150,4 +155,6 @@ def error(found: Any, wanted: NDArray[np.float64]) -> float:
     seen = found.double().numpy()
     if not np.isfinite(seen).all():
         return float("inf")
-    return float(np.abs(seen - wanted).max(initial=0.0) / max(1e-3, np.abs(wanted).max(initial=0.0)))
+    return float(
+        np.abs(seen - wanted).max(initial=0.0) / max(1e-3, np.abs(wanted).max(initial=0.0))
+    )

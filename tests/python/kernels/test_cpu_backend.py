@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_support import E4M3, Batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-torch = pytest.importorskip("torch", reason="the CPU backend needs torch: pip install 'kvcatch[engine]'")
-
-from cpu_support import E4M3, Batch
 
 from kvcatch import _core
 from kvcatch.errors import InvalidArgument, InvalidType, OutOfMemory
 from kvcatch.kernels import Backend, KVCache, KVLayout, get_backend
 from kvcatch.kernels.cpu import LEVEL_VARIABLE, CpuBackend
+
+torch = pytest.importorskip(
+    "torch", reason="the CPU backend needs torch: pip install 'kvcatch[engine]'"
+)
 
 
 def filled(layout: KVLayout, num_blocks: int, seed: int = 0) -> KVCache:
@@ -60,7 +61,7 @@ def test_the_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert CpuBackend().level == "portable"
     assert CpuBackend(level=_core.cpu_levels()[-1]).level == _core.cpu_levels()[-1]
     monkeypatch.setenv(LEVEL_VARIABLE, "sse9")
-    with pytest.raises(InvalidArgument, match="sse9.*portable"):
+    with pytest.raises(InvalidArgument, match=r"sse9.*portable"):
         CpuBackend()
     with pytest.raises(InvalidArgument, match="threads"):
         CpuBackend(level="portable", threads=0)
@@ -215,7 +216,9 @@ def test_a_slot_written_twice_keeps_the_last() -> None:
         key = torch.arange(2000.0)[:, None, None].expand(2000, 2, 64).contiguous()
         slots = torch.zeros(2000, dtype=torch.int64)
         get_backend("cpu", threads=threads).write_kv(cache, 0, key, key, slots)
-        assert (cache.buffer.view(torch.float32).view(2, 1, 2, 2, 16, 64)[0, 0, :, :, 0] == 1999).all()
+        assert (
+            cache.buffer.view(torch.float32).view(2, 1, 2, 2, 16, 64)[0, 0, :, :, 0] == 1999
+        ).all()
 
 
 def test_refused_writes_change_nothing() -> None:
@@ -265,7 +268,9 @@ def test_many_callers_at_once() -> None:
     query = batch.query(3, 3)
     for own in (False, True):
         backend = get_backend("cpu", threads=3, own_threads=own)
-        first = backend.decode_attention(batch.cache, 0, query, batch.tables, batch.seq_lens, scale=0.1)
+        first = backend.decode_attention(
+            batch.cache, 0, query, batch.tables, batch.seq_lens, scale=0.1
+        )
         wrong = []
 
         def work(backend: Any = backend, first: Any = first, wrong: list[int] = wrong) -> None:
@@ -314,7 +319,11 @@ sys.exit(os.waitstatus_to_exitcode(status))
 @pytest.mark.parametrize("team", ["joined", "own"])
 def test_a_forked_child_computes_the_same(team: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORKED, team], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FORKED, team],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
