@@ -8,6 +8,7 @@
 #![deny(unsafe_code)]
 
 pub mod compact;
+pub mod cpu;
 pub mod error;
 pub mod eviction;
 pub mod free;

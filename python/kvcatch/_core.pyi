@@ -16,6 +16,7 @@ _Salt: TypeAlias = "str | bytes | int | None"
 __all__ = [
     "BlockPool",
     "CompactionPlan",
+    "CpuLayout",
     "FreeBlocks",
     "MissReport",
     "Pin",
@@ -25,6 +26,14 @@ __all__ = [
     "build_profile",
     "check_block_ids",
     "check_moves",
+    "cpu_advise_huge_pages",
+    "cpu_assign_blocks",
+    "cpu_attention",
+    "cpu_convert_blocks",
+    "cpu_copy_blocks",
+    "cpu_levels",
+    "cpu_team",
+    "cpu_write_kv",
     "cuda_sources",
     "decode_work",
     "evictions",
@@ -410,3 +419,100 @@ def decode_work(
 
 def cuda_sources() -> dict[str, str]:
     """The texts of ``cuda/``, by file name, as they were when this extension was built."""
+
+# cpu: the kernels of the CPU backend, on numpy views of its tensors (bfloat16 and float16 as int16)
+_Array: TypeAlias = "npt.NDArray[Any]"
+
+@final
+class CpuLayout:
+    """Shape of a pool and distances in it, checked once; ``strides`` as ``kvcatch.kernels.layout.Strides``."""
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        scale: str,
+        strides: tuple[int, int, int, int, int, int, int, int],
+    ) -> CpuLayout: ...
+
+def cpu_levels() -> list[str]:
+    """Instruction sets of this machine, weakest first."""
+
+def cpu_team() -> str:
+    """Whose threads the kernels join in this process: ``openmp`` or ``own``."""
+
+def cpu_advise_huge_pages(buffer: _Array) -> bool:
+    """Ask for large pages behind a buffer that is about to be written for the first time."""
+
+def cpu_attention(
+    pool: _Array,
+    layout: CpuLayout,
+    layer: int,
+    query: _Array,
+    tables: _Array,
+    lens: _Array,
+    out: _Array,
+    *,
+    dtype: str,
+    scale: float,
+    window: int,
+    threads: int,
+    level: str,
+    head_scales: _Array | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: _Array | None = None,
+    starts: _Array | None = None,
+    own_threads: bool = False,
+) -> None:
+    """Decode attention, or prefill attention where ``starts`` are given; ``dtype`` is that of ``query`` and ``out``."""
+
+def cpu_write_kv(
+    pool: _Array,
+    layout: CpuLayout,
+    layer: int,
+    key: _Array,
+    value: _Array,
+    slots: _Array,
+    *,
+    dtype: str,
+    threads: int,
+    head_scales: _Array | None = None,
+    own_threads: bool = False,
+) -> None:
+    """Write rows of keys and values to their slots."""
+
+def cpu_copy_blocks(
+    source: _Array,
+    source_layout: CpuLayout,
+    target: _Array,
+    target_layout: CpuLayout,
+    src: _Ids,
+    dst: _Ids,
+    *,
+    threads: int,
+    own_threads: bool = False,
+) -> None:
+    """Copy blocks between two pools, or within one."""
+
+def cpu_assign_blocks(
+    pool: _Array, layout: CpuLayout, src: _Ids, dst: _Ids, *, threads: int, own_threads: bool = False
+) -> None:
+    """Assign blocks at once: new[dst[i]] = old[src[i]]."""
+
+def cpu_convert_blocks(
+    source: _Array,
+    source_layout: CpuLayout,
+    target: _Array,
+    target_layout: CpuLayout,
+    src: _Ids,
+    dst: _Ids,
+    *,
+    threads: int,
+    head_scales: _Array | None = None,
+    own_threads: bool = False,
+) -> None:
+    """Convert blocks between an e4m3 pool and one of another type."""

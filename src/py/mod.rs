@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 mod args;
 mod compact;
+mod cpu;
 mod error;
 mod free;
 mod handles;
@@ -29,6 +30,11 @@ mod _core {
     #[pymodule_export]
     use super::compact::PyCompactionPlan;
     #[pymodule_export]
+    use super::cpu::{
+        PyCpuLayout, cpu_advise_huge_pages, cpu_assign_blocks, cpu_attention, cpu_convert_blocks, cpu_copy_blocks,
+        cpu_levels, cpu_team, cpu_write_kv,
+    };
+    #[pymodule_export]
     use super::free::PyFreeBlocks;
     #[pymodule_export]
     use super::handles::{PyPin, PySequence};
@@ -44,6 +50,7 @@ mod _core {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        super::cpu::init();
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("build_profile", if cfg!(debug_assertions) { "debug" } else { "release" })
     }
