@@ -26,12 +26,12 @@ NUM_TOKENS = 24
 
 POLICIES: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 40, "max_num_seqs": 20},
-    "recompute": {"num_blocks": 44, "law": "first_chunk"},
-    "swap": {"num_blocks": 44, "law": "first_chunk", "preemption": "swap", "host_blocks": 200},
+    "recompute": {"num_blocks": 24, "law": "first_chunk"},
+    "swap": {"num_blocks": 24, "law": "first_chunk", "preemption": "swap", "host_blocks": 200},
     "compaction": {"compaction": "runs", "num_blocks": 60},
     "no prefix cache": {"prefix_cache": False},
     "all at once": {
-        "num_blocks": 44,
+        "num_blocks": 24,
         "law": "first_chunk",
         "preemption": "swap",
         "host_blocks": 30,
