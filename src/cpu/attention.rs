@@ -106,8 +106,7 @@ impl Tables {
     /// # Errors
     /// [`Error::InvalidArgument`]: a length below 0 or beyond the row, or an id of no block.
     pub fn new(table: &[i32], width: usize, lens: &[i32], block_size: usize, num_blocks: usize) -> Result<Self> {
-        let mut made =
-            Self { ids: Vec::with_capacity(table.len()), first: vec![0], lens: Vec::with_capacity(lens.len()) };
+        let mut made = Self { ids: Vec::new(), first: vec![0], lens: Vec::with_capacity(lens.len()) };
         for (seq, &len) in lens.iter().enumerate() {
             let most = width.saturating_mul(block_size);
             let tokens = usize::try_from(len).ok().filter(|&tokens| tokens <= most).ok_or_else(|| {
@@ -320,8 +319,8 @@ impl<'a> Side<'a> {
         self.base.wrapping_add(tile.block * s.block + tile.offset * s.token)
     }
 
-    /// A tile as f32, padded rows one behind the other: where it lies if that is what it is, else in `scratch` (room for
-    /// [`TILE`] rows). [`TILE`] rows may be read; those beyond `tokens` hold anything.
+    /// A tile as f32, padded rows one behind the other: where it lies if that is what it is, else in `scratch` (room
+    /// for [`TILE`] rows). [`TILE`] rows may be read; those beyond `tokens` hold anything.
     ///
     /// # Safety
     ///
@@ -399,8 +398,8 @@ thread_local! {
     static SCRATCH: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Memory of this thread, lent for an item with what the last borrower left in it. A value and not a call with a closure:
-/// a closure would not be compiled for the instruction set of the function it stands in.
+/// Memory of this thread, lent for an item with what the last borrower left in it. A value and not a call with a
+/// closure: a closure would not be compiled for the instruction set of the function it stands in.
 pub(super) struct Scratch(Vec<f32>);
 
 impl Scratch {

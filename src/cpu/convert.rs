@@ -153,7 +153,8 @@ stored!(F16, F16, u16, load_f16, from_f16);
 stored!(Bf16, Bf16, u16, load_bf16, from_bf16);
 stored!(E4m3, E4m3, u8, load_e4m3, from_e4m3);
 
-/// Reads `n` elements (times `factor`, which is 1 but for e4m3) into f32 and fills up to `padded` (a multiple of the lanes) with zeros.
+/// Reads `n` elements (times `factor`, which is 1 but for e4m3) into f32 and fills up to `padded` (a multiple of the
+/// lanes) with zeros.
 ///
 /// # Safety
 ///

@@ -1,9 +1,10 @@
 //! Attention of one new token per sequence over its blocks.
 //!
 //! The positions of a sequence are cut every [`SPLIT`] tokens, whatever the threads; a piece is an item that serves all
-//! query heads with one read of keys and values (or, where threads would be idle, several that share the kv heads). A sequence of several pieces keeps what each
-//! found (largest logit, sum, output), and whoever finishes its last piece merges them in order of position. So the result
-//! depends neither on the number of threads nor on where the blocks lie.
+//! query heads with one read of keys and values (or, where threads would be idle, several items that share the kv
+//! heads). A sequence of several pieces keeps what each found (largest logit, sum, output), and whoever finishes its
+//! last piece merges them in order of position. So the result depends neither on the number of threads nor on where the
+//! blocks lie.
 
 use std::marker::PhantomData;
 use std::ops::Range;

@@ -18,8 +18,8 @@ pub fn advise(memory: &mut [std::mem::MaybeUninit<u8>]) -> bool {
     if length < LARGE {
         return false;
     }
-    // SAFETY: whole pages within memory that the caller has for itself; the advice leaves what is in them as it is. On a
-    // system whose pages are larger the address may be refused.
+    // SAFETY: whole pages within memory that the caller has for itself; the advice leaves what is in them as it is. On
+    // a system whose pages are larger the address may be refused.
     unsafe { madvise(memory.as_mut_ptr().add(start).cast(), length, HUGEPAGE) == 0 }
 }
 

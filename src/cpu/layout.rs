@@ -106,8 +106,8 @@ impl Layout {
         let row = self.head_dim * self.element.bytes();
         let data = self.area_end();
         let area = self.scales_end().unwrap_or(data);
-        // Innermost first: each distance must pass over all that lies within it; keys and values of all layers of a block
-        // (or of all blocks of a layer) lie side by side.
+        // Innermost first: each distance must pass over all that lies within it; keys and values of all layers of a
+        // block (or of all blocks of a layer) lie side by side.
         let nested = s.token >= row
             && covers(s.head, self.block_size - 1, s.token, row)
             && s.kv >= area
@@ -183,7 +183,8 @@ pub struct Pool<'a> {
     head_scales: Option<&'a [f32]>,
 }
 
-// SAFETY: a pool only points at bytes that its maker keeps valid; who reads and writes what when is the kernels' to order.
+// SAFETY: a pool only points at bytes that its maker keeps valid; who reads and writes what when is the kernels' to
+// order.
 #[allow(unsafe_code)]
 unsafe impl Send for Pool<'_> {}
 // SAFETY: as above.

@@ -5,8 +5,8 @@ use super::simd::Simd;
 /// Below it 2^x is taken for 0: what it leaves out is less than 1.2e-38.
 const SMALLEST: f32 = -126.0;
 
-/// Coefficients of 2^f for |f| <= 1/2 (least squares on Chebyshev nodes with the errors levelled): off by 1.7e-8 at most,
-/// 1e-7 with the rounding of f32.
+/// Coefficients of 2^f for |f| <= 1/2 (least squares on Chebyshev nodes with the errors levelled): off by 1.7e-8 at
+/// most, 1e-7 with the rounding of f32.
 #[allow(clippy::excessive_precision)]
 const POWER: [f32; 6] = [
     1.547_629_929_9e-4,
@@ -84,8 +84,8 @@ impl Running {
     }
 }
 
-/// Turns `n` logits of base 2 (a multiple of the lanes, dead ones minus infinity) into weights, in place, and counts them
-/// in. Returns what the row's earlier output is to be multiplied by.
+/// Turns `n` logits of base 2 (a multiple of the lanes, dead ones minus infinity) into weights, in place, and counts
+/// them in. Returns what the row's earlier output is to be multiplied by.
 ///
 /// # Safety
 ///

@@ -1,7 +1,7 @@
 //! The kernels of the CPU backend that torch cannot do well: paged attention, block copies, writes by slot, e4m3.
 //!
-//! `layout.rs` says where things lie, `level.rs` which instruction set is used, `threads.rs` who does the work. Numbers are
-//! f32 throughout: stored elements are widened as they are read, logits, weights and sums are kept in f32.
+//! `layout.rs` says where things lie, `level.rs` which instruction set is used, `threads.rs` who does the work. Numbers
+//! are f32 throughout: stored elements are widened as they are read, logits, weights and sums are kept in f32.
 
 pub mod attention;
 pub mod blocks;

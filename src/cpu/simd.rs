@@ -9,7 +9,8 @@ use super::convert::Stored;
 ///
 /// # Safety
 ///
-/// All functions: the CPU has the instruction set, pointers are valid for [`Simd::LANES`] elements (no alignment asked).
+/// All functions: the CPU has the instruction set, pointers are valid for [`Simd::LANES`] elements (no alignment
+/// asked).
 pub(super) trait Simd: Copy {
     /// Elements of a vector.
     const LANES: usize;

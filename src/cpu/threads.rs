@@ -1,9 +1,9 @@
 //! Items of work shared among threads: torch's own OpenMP team where the process has one, else a team of this crate.
 //!
 //! After a parallel region the threads of libgomp spin for a while, expecting the next one. Other threads would have to
-//! fight them for the cores, so the kernels ask that very team (`GOMP_parallel`, called from the thread that called torch:
-//! libgomp keeps a team per calling thread). Libgomp's teams do not survive a fork; in a forked child, and where no
-//! libgomp is loaded, the crate's own threads do the work. They sleep when there is none.
+//! fight them for the cores, so the kernels ask that very team (`GOMP_parallel`, called from the thread that called
+//! torch: libgomp keeps a team per calling thread). Libgomp's teams do not survive a fork; in a forked child, and where
+//! no libgomp is loaded, the crate's own threads do the work. They sleep when there is none.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -104,8 +104,8 @@ pub unsafe fn write_kv(
     })
 }
 
-/// Converts block `src[i]` of `source` into block `dst[i]` of `target`, whose blocks have the same shape and another type;
-/// one of the two is e4m3.
+/// Converts block `src[i]` of `source` into block `dst[i]` of `target`, whose blocks have the same shape and another
+/// type; one of the two is e4m3.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`]: ids out of range, a destination named twice, shapes that differ.

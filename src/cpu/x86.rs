@@ -1,6 +1,7 @@
 //! The vectors of x86-64: AVX2 (with FMA and F16C) and AVX-512 (F, BW, DQ, VL).
 
 use std::arch::x86_64::*;
+use std::mem::transmute;
 
 use super::convert::Stored;
 use super::simd::{Bytes, Matrix, MatrixMut, Simd};
@@ -66,7 +67,7 @@ unsafe fn products_bf16<const N: usize>(q: *const u16, rows: *const u16, chunks:
     #[target_feature(enable = "avx512bf16,avx512f")]
     unsafe fn multiply(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
         // SAFETY: 32 bf16 are 512 bits.
-        unsafe { _mm512_dpbf16_ps(sum, std::mem::transmute(a), std::mem::transmute(b)) }
+        unsafe { _mm512_dpbf16_ps(sum, transmute::<__m512i, __m512bh>(a), transmute::<__m512i, __m512bh>(b)) }
     }
     let chunks = if N > 0 { N } else { chunks };
     let stride = chunks.wrapping_mul(32);

@@ -1,6 +1,7 @@
-//! The kernels of the CPU backend. Tensors come as buffers (numpy views of torch tensors), 16-bit floats as int16; the GIL
-//! is released while a kernel runs.
+//! The kernels of the CPU backend. Tensors come as buffers (numpy views of torch tensors), 16-bit floats as int16; the
+//! GIL is released while a kernel runs.
 
+use std::borrow::Cow;
 use std::ptr::NonNull;
 
 use pyo3::buffer::PyUntypedBuffer;
@@ -100,6 +101,17 @@ impl Held {
         items
     }
 
+    /// The items in place where they lie aligned, else a copy; to be read at once.
+    fn seen<'a, T: Copy>(&'a self, _py: Python<'a>) -> Cow<'a, [T]> {
+        if self.base.align_offset(align_of::<T>()) != 0 || self.buffer.item_size() != size_of::<T>() {
+            return Cow::Owned(self.items());
+        }
+        // SAFETY: contiguous, aligned and of this many items of this size; any bits are a number. Attached throughout:
+        // a thread that writes the array meanwhile all the same makes the answer wrong, not the memory.
+        #[allow(unsafe_code)]
+        Cow::Borrowed(unsafe { std::slice::from_raw_parts(self.base.as_ptr().cast(), self.buffer.item_count()) })
+    }
+
     /// As `[rows][heads][head_dim]` of a type.
     fn rows(&self, name: &str, element: Element) -> PyResult<Rows> {
         let (shape, strides) = (self.buffer.shape(), self.buffer.strides());
@@ -146,8 +158,8 @@ impl<'a> HeldPool<'a> {
     }
 
     fn pool(&self) -> Result<Pool<'_>> {
-        // SAFETY: the buffer is held, writable, contiguous and of this length. Who writes the pool's bytes while a kernel
-        // reads them changes what is computed, not what is addressed: ids and lengths are copies.
+        // SAFETY: the buffer is held, writable, contiguous and of this length. Who writes the pool's bytes while a
+        // kernel reads them changes what is computed, not what is addressed: ids and lengths are copies.
         #[allow(unsafe_code)]
         unsafe {
             let (base, len) = (self.held.base, self.held.buffer.len_bytes());
@@ -193,8 +205,8 @@ pub(super) fn init() {
 
 /// `decode_attention`, or `prefill_attention` where `starts` are given.
 #[pyfunction]
-#[pyo3(signature = (pool, layout, layer, query, tables, lens, out, *, dtype, scale, window, threads, level, head_scales=None,
-    soft_cap=None, alibi_slopes=None, starts=None, own_threads=false))]
+#[pyo3(signature = (pool, layout, layer, query, tables, lens, out, *, dtype, scale, window, threads, level,
+    head_scales=None, soft_cap=None, alibi_slopes=None, starts=None, own_threads=false))]
 #[allow(clippy::too_many_arguments)]
 pub(super) fn cpu_attention<'py>(
     py: Python<'py>,
@@ -227,7 +239,7 @@ pub(super) fn cpu_attention<'py>(
     if lens.len() != seqs {
         return Err(invalid_argument(format!("seq_lens has {} entries for {seqs} rows of block_tables", lens.len())));
     }
-    let tables = Tables::new(&table.items(), width, &lens, pool.layout.block_size, pool.layout.num_blocks)?;
+    let tables = Tables::new(&table.seen(py), width, &lens, pool.layout.block_size, pool.layout.num_blocks)?;
     let rules = Rules { scale, window, soft_cap, alibi: floats("alibi_slopes", alibi_slopes, 1)? };
     let starts = match starts {
         Some(starts) => Some(args::integers("query_starts", starts, 0, i64::MAX)?),

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["LEVEL_VARIABLE", "CpuBackend", "CpuPlan", "FinishedTransfer"]
 
 LEVEL_VARIABLE = "KVCATCH_CPU_LEVEL"
-"""Environment variable that forces an instruction set: ``portable``, ``avx2`` or ``avx512``."""
+"""Environment variable that forces an instruction set: ``portable``, ``avx2``, ``avx512`` or ``avx512_bf16``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class CpuBackend:
     def move_blocks(self, cache: KVCache, src: BlockIds, dst: BlockIds) -> None:
         """Copy blocks to free ones; see :meth:`~kvcatch.kernels.backend.Backend.move_blocks`."""
         self._checked("cache", cache)
-        self._copy(cache, cache, *check_moves(src, dst, cache, cache))
+        self._copy(cache, cache, src, dst)
 
     def assign_blocks(self, cache: KVCache, src: BlockIds, dst: BlockIds) -> None:
         """Assign blocks at once, in any order; see :meth:`~kvcatch.kernels.backend.Backend.assign_blocks`."""
@@ -203,7 +203,7 @@ class CpuBackend:
     ) -> FinishedTransfer:
         """Copy blocks to a host pool, at once; see :meth:`~kvcatch.kernels.backend.Backend.swap_out`."""
         self._pair("cache", cache, "host", host)
-        self._copy(cache, host, *check_moves(src, dst, cache, host))
+        self._copy(cache, host, src, dst)
         return FinishedTransfer()
 
     def swap_in(
@@ -211,20 +211,24 @@ class CpuBackend:
     ) -> FinishedTransfer:
         """Copy blocks from a host pool, at once; see :meth:`~kvcatch.kernels.backend.Backend.swap_in`."""
         self._pair("host", host, "cache", cache)
-        self._copy(host, cache, *check_moves(src, dst, host, cache))
+        self._copy(host, cache, src, dst)
         return FinishedTransfer()
 
-    def _copy(self, source: KVCache, target: KVCache, src: Array, dst: Array) -> None:
-        _core.cpu_copy_blocks(
-            source.buffer.numpy(),
-            layout_of(source),
-            target.buffer.numpy(),
-            layout_of(target),
-            src,
-            dst,
-            threads=self._threads,
-            own_threads=self._own_threads,
-        )
+    def _copy(self, source: KVCache, target: KVCache, src: BlockIds, dst: BlockIds) -> None:
+        try:  # the core checks the ids too, in less time
+            _core.cpu_copy_blocks(
+                source.buffer.numpy(),
+                layout_of(source),
+                target.buffer.numpy(),
+                layout_of(target),
+                src,
+                dst,
+                threads=self._threads,
+                own_threads=self._own_threads,
+            )
+        except (InvalidArgument, InvalidType):
+            check_moves(src, dst, source, target)  # the message that all backends share
+            raise
 
     # --- tokens ---------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ DTYPES: dict[str, Any] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+NAMES: dict[Any, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def plain_write(
@@ -168,9 +169,13 @@ def numpy_of(tensor: Tensor) -> Array:
     """A contiguous numpy array of a tensor that numpy has a dtype for."""
     if isinstance(tensor, np.ndarray):
         return np.ascontiguousarray(tensor)
-    return tensor.detach().contiguous().numpy()  # type: ignore[no-any-return]
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return tensor.numpy()  # type: ignore[no-any-return]
 
 
 def dtype_name(tensor: Tensor) -> str:
     """A tensor's dtype as ``layout.py`` spells it."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return NAMES.get(tensor.dtype) or str(tensor.dtype)
