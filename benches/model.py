@@ -1,6 +1,6 @@
 """The model alone: how long it loads, what each precision costs in quality, and how fast it runs.
 
-    python benches/model.py                       everything (about two minutes on two idle cores)
+    python benches/model.py                       everything (some minutes)
     python benches/model.py --only quality        load, quality or speed
     python benches/model.py --threads 1 --json model.json
 

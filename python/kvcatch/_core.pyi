@@ -499,7 +499,13 @@ def cpu_copy_blocks(
     """Copy blocks between two pools, or within one."""
 
 def cpu_assign_blocks(
-    pool: _Array, layout: CpuLayout, src: _Ids, dst: _Ids, *, threads: int, own_threads: bool = False
+    pool: _Array,
+    layout: CpuLayout,
+    src: _Ids,
+    dst: _Ids,
+    *,
+    threads: int,
+    own_threads: bool = False,
 ) -> None:
     """Assign blocks at once: new[dst[i]] = old[src[i]]."""
 

@@ -14,6 +14,7 @@ struct kvemu_launch {
   int order;  // 0 forward, 1 reverse, 2 random
   unsigned long long seed;
   double seconds;  // processor time after which a launch counts as hanging; 0: never
+  char** stacks;   // 1024, null where not made yet: one set for all modules of a process, which has only so many mappings
 };
 
 enum kvemu_op {

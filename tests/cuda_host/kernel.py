@@ -55,7 +55,15 @@ class _Launch(ctypes.Structure):
         ("order", ctypes.c_int),
         ("seed", ctypes.c_ulonglong),
         ("seconds", ctypes.c_double),
+        ("stacks", ctypes.POINTER(ctypes.c_void_p)),
     )
+
+
+_STACKS = (ctypes.c_void_p * 1024)()
+"""Of the threads of a block; the runtime makes them, and all modules use the same."""
+
+_RUNNING = threading.Lock()
+"""One launch at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +109,6 @@ class Module:
         self.path = path
         self.source = source
         self.library = ctypes.CDLL(str(path))
-        self.lock = threading.Lock()
         void = ctypes.c_void_p
         self.library.kvemu_guard_open.restype = void
         self.library.kvemu_guard_open.argtypes = (
@@ -258,7 +265,8 @@ class Kernel:
         launch.seconds = float(os.environ.get("KVCATCH_LAUNCH_SECONDS", "120"))
         values, views = self._arguments(args)
         buffers = self._buffers(views)
-        with self.module.lock:
+        launch.stacks = _STACKS
+        with _RUNNING:
             self._launch_orders(launch, values, views, buffers, orders)
 
     def _error(self, text: str) -> EmulationError:

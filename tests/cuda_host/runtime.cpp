@@ -69,7 +69,6 @@ struct Fiber {
 };
 
 std::vector<Fiber> fibers;
-std::vector<char*> stacks;
 Fiber* current;
 void* main_sp;
 void (*entry_point)(void*);
@@ -369,10 +368,13 @@ void start_block(const kvemu_launch& launch) {
   for (int i = 0; i < num_threads; i++) {
     Fiber& fiber = fibers[i];
 #if defined(KVEMU_TSAN)
-    stacks[i] = block_stacks + i * STACK;
+    fiber.stack = block_stacks + i * STACK;
     fiber.tsan = __tsan_create_fiber(0);
 #endif
-    fiber.stack = stacks[i];
+#if !defined(KVEMU_TSAN)
+    char*& stack = launch.stacks[i];
+    fiber.stack = stack ? stack : stack = fiber_stack();
+#endif
     fiber.index = i;
     fiber.lane = i & 31;
     fiber.warp = i >> 5;
@@ -418,11 +420,6 @@ int kvemu_run(const kvemu_launch* launch, void (*entry)(void*), void* closure, c
   kvemu_gridDim = {launch->grid[0], launch->grid[1], launch->grid[2]};
   kvemu_blockDim = {launch->block[0], launch->block[1], launch->block[2]};
   fibers.assign(num_threads, Fiber());
-#if defined(KVEMU_TSAN)
-  stacks.resize(num_threads);
-#else
-  while (int(stacks.size()) < num_threads) stacks.push_back(fiber_stack());
-#endif
 
   const uint64_t num_blocks = uint64_t{launch->grid[0]} * launch->grid[1] * launch->grid[2];
   std::vector<uint64_t> blocks(num_blocks);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -79,7 +80,15 @@ def chat_command(
                 break
             messages.append({"role": "user", "content": line})
             tokens = built.loaded.tokenizer.encode_chat(messages)
-            request = built.engine.add(tokens, params)
+            longest = built.engine.config.max_model_len
+            room = longest - len(tokens)
+            if room < 1:
+                notes.print(f"the conversation is full: {len(tokens)} tokens of at most {longest}")
+                messages.pop()
+                continue
+            # An answer takes what room there is, rather than none.
+            limit = room if max_tokens is None else min(max_tokens, room)
+            request = built.engine.add(tokens, replace(params, max_tokens=limit))
             try:
                 text = run(built.engine, request, show=True)[0]
             except KeyboardInterrupt:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from kvcatch.cli.common import app, make_console, one_line_errors
+from kvcatch.cli.common import app, fail, make_console, one_line_errors
 from kvcatch.cli.engine_options import (
     BlockSize,
     Compaction,
@@ -27,6 +28,8 @@ from kvcatch.cli.engine_options import (
     Watermark,
     make_engine,
 )
+from kvcatch.cli.knee import measure_knee
+from kvcatch.errors import InvalidArgument
 
 
 @app.command("serve")
@@ -125,12 +128,48 @@ def serve_command(
     host_blocks: HostBlocks = 0,
     compaction: Compaction = "off",
     num_threads: Threads = None,
+    find_knee: Annotated[
+        bool,
+        typer.Option(
+            "--find-knee",
+            help="Do not serve: measure TTFT by utilisation here and propose a --water-level.",
+        ),
+    ] = False,
+    knee_seconds: Annotated[
+        float,
+        typer.Option(
+            help="About how long --find-knee measures.",
+        ),
+    ] = 120.0,
+    knee_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of its requests; else what fills the pool.",
+        ),
+    ] = None,
+    knee_output_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of its requests, on average.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="What --find-knee found as JSON.",
+        ),
+    ] = False,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API. Ctrl-C or SIGTERM: no new request, accepted ones are answered.
 
     Example: kvcatch serve --port 8000 --num-blocks 4096 --law worst_case
     """
     with one_line_errors():
+        if as_json and not find_knee:
+            raise InvalidArgument("--json: prints what --find-knee found, which is not asked for")
         from kvcatch.engine.governor import GovernorConfig
 
         governor = GovernorConfig(
@@ -143,15 +182,19 @@ def serve_command(
         )
         try:
             from kvcatch.serve.app import ServeSettings
-            from kvcatch.serve.server import serve
+            from kvcatch.serve.server import bind, serve
         except ModuleNotFoundError as error:
             from kvcatch.errors import MissingExtra
 
             raise MissingExtra(
                 f"{error.name} is not installed: pip install 'kvcatch[serve]'"
             ) from error
+        settings = ServeSettings(served_model_name or "", api_key, max_body_bytes)
+        # Before the model loads: a taken port is said at once.
+        bound = None if find_knee else bind(host, port)
         built = make_engine(
             model,
+            quiet=find_knee and as_json,
             device=device,
             precision=precision,
             kv_dtype=kv_dtype,
@@ -167,24 +210,37 @@ def serve_command(
             host_blocks=host_blocks,
             compaction=compaction,
             num_threads=num_threads,
-            governor=governor,
+            # The level is looked for in the traffic that no governor has changed.
+            governor=None if find_knee else governor,
         )
+        if bound is None:
+            measure_knee(
+                built.engine,
+                seconds=knee_seconds,
+                prompt_tokens=knee_prompt_tokens,
+                output_tokens=knee_output_tokens,
+                as_json=as_json,
+            )
+            return
         name = served_model_name or built.loaded.name
-        settings = ServeSettings(name, api_key, max_body_bytes)
+        settings = replace(settings, model_name=name)
         notes = make_console(stderr=True)
 
-        def ready(bound: int) -> None:
-            notes.print(f"model {name} at http://{host}:{bound}/v1")
+        shown = f"[{host}]" if ":" in host else host
 
-        asyncio.run(
+        def ready() -> None:
+            notes.print(f"model {name} at http://{shown}:{bound.getsockname()[1]}/v1")
+
+        cut_off = asyncio.run(
             serve(
                 built.engine,
                 built.loaded.tokenizer,
                 settings,
-                host=host,
-                port=port,
+                bound,
                 drain_seconds=drain_seconds,
                 ready=ready,
             )
         )
+        if cut_off:
+            fail(f"stopped: {cut_off} requests were not finished within {drain_seconds:g} s", 1)
         notes.print("stopped: every accepted request was answered")

@@ -89,6 +89,7 @@ def build_engine(
         raise InvalidArgument(
             f"num_blocks = {num_blocks} and kv_bytes = {kv_bytes}: give one of them"
         )
+    backend = get_backend(device)  # a device that is not there is said before the model loads
     loaded = load_model(model, device=device, precision=precision)
     block_size = options.get("block_size", 16)
     layout = layout_of(loaded.model, block_size, kv_dtype)
@@ -104,7 +105,7 @@ def build_engine(
     if max_model_len is None:
         max_model_len = min(longest, num_blocks * block_size)
     config = EngineConfig(num_blocks=num_blocks, max_model_len=max_model_len, **options)
-    runner = ModelRunner(loaded.model, get_backend(device), config, kv_dtype)
+    runner = ModelRunner(loaded.model, backend, config, kv_dtype)
     return BuiltEngine(
         Engine(config, runner, loaded.tokenizer, governor=governor), loaded, runner, str(threads)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from kvcatch.engine.config import EngineConfig
     from kvcatch.engine.governor import Governor
     from kvcatch.engine.request import Branch, Request
+    from kvcatch.laws import Refusal
 
 __all__ = ["WaitingQueue"]
 
@@ -58,14 +60,15 @@ class WaitingQueue:
             long_blocks: worst-case blocks of the long requests that run.
 
         Returns:
-            ``None`` when the governor bars all of the window; each then carries its refusal.
+            ``None`` when the governor bars all; each then carries its refusal.
         """
         cache_aware = self._config.order == "cache_aware" and self._config.prefix_cache
         if governor is None and not cache_aware:
             return self._waiting[0]
-        window = list(islice(self._waiting, self._config.window))
-        if governor is not None:
-            window = self._let_through(window, governor, long_blocks)
+        if governor is None:
+            window = list(islice(self._waiting, self._config.window))
+        else:
+            window = self._let_through(governor, long_blocks)
         for branch in window:
             if branch.passed_over >= self._config.max_passed_over:
                 return branch
@@ -79,21 +82,31 @@ class WaitingQueue:
         hits = self._pool.lookup_many(prefixes)
         return window[int(hits.argmax())]
 
-    def _let_through(
-        self, window: list[Branch], governor: Governor, long_blocks: int
-    ) -> list[Branch]:
-        through = []
-        for branch in window:
+    def _let_through(self, governor: Governor, long_blocks: int) -> list[Branch]:
+        """The first ``window`` that the governor does not bar; the barred ones stand aside for them.
+
+        One that stood aside ``max_passed_over`` times has every long one behind it barred too, until the
+        share has room for it.
+        """
+        through: list[Branch] = []
+        first: Refusal | None = None
+        for branch in self._waiting:
             refusal = governor.bars(branch.request, long_blocks)
+            if first is not None and refusal is None and governor.is_long(branch.request):
+                refusal = replace(first, gate="head_of_line")
             if refusal is None:
                 through.append(branch)
-            else:
-                branch.refusal = refusal
+                if len(through) == self._config.window:
+                    break
+                continue
+            branch.refusal = refusal
+            if branch.passed_over >= self._config.max_passed_over:
+                first = first or refusal
         return through
 
     def admitted(self, branch: Branch) -> None:
-        """Take out a branch that enters; those of the window before it were passed over once more."""
-        for other in islice(self._waiting, self._config.window):
+        """Take out a branch that enters; those before it were passed over once more."""
+        for other in self._waiting:
             if other is branch:
                 break
             other.passed_over += 1

@@ -30,7 +30,7 @@ _PROCESS_START = "process_start_time_seconds"
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\\n]|\\.)*)"\s*(,|$)')
 _LINE = re.compile(
-    r'([a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})?)[ \t]+(\S+)(.*)'
+    r'([a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}|(?=[ \t])))[ \t]*(\S+)(.*)'
 )
 _ESCAPE = re.compile(r"\\(.)")
 
@@ -139,11 +139,7 @@ class Reader:
             slot = known.get(series)
             if slot is None:
                 name = series.partition("{")[0]
-                if (
-                    name not in self._wanted
-                    and name not in self._infos
-                    and name != _PROCESS_START
-                ):
+                if not self.wants(name):
                     continue
                 if " # " in line:
                     parsed = parse_line(line)
@@ -156,7 +152,7 @@ class Reader:
             if slot.seen == generation:
                 raise self._error(f"series {series[:120]} is there twice")
             try:
-                value = float(rest)
+                value = float(rest) if "_" not in rest else self._value(series, rest)
             except ValueError:
                 value = self._value(series, rest)
             slot.value = value
@@ -209,6 +205,10 @@ class Reader:
 
     def _error(self, message: str) -> MetricsError:
         return MetricsError(f"{self.endpoint}: {message}")
+
+    def wants(self, name: str) -> bool:
+        """Whether a table wants the metric of this name."""
+        return name in self._wanted or name in self._infos or name == _PROCESS_START
 
     def slot(self, series: str) -> Slot | None:
         """What a series means; None when no table wants it.
@@ -282,9 +282,7 @@ class Reader:
         """Samples from the series seen at or after ``generation``."""
         samples = []
         for replica in self._replicas.values():
-            sample = EngineSample(
-                t_seconds, replica.family.engine, replica.name, self.endpoint
-            )
+            sample = EngineSample(t_seconds, replica.family.engine, replica.name, self.endpoint)
             filled = False
             for name, rows in replica.rows.items():
                 for rank in sorted(rows) if len(rows) > 1 else rows:

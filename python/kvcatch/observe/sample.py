@@ -71,6 +71,26 @@ class EngineSample:
         pinned_objects: Cache objects that must not be evicted (LMCache).
         failed_allocations_total: Allocations or evictions that failed (LMCache).
         transfer_descriptors_sum: Descriptors of KV transfers; its presence tells of a connector.
+        active_objects: Cache objects in use (LMCache).
+        cache_bytes: Bytes the local cache holds (LMCache).
+        forced_unpins_total: Pins taken back by force (LMCache).
+        kv_fetch_requests: Requests whose KV is being fetched.
+        external_query_tokens_total: Prompt tokens looked up in an external cache.
+        external_hit_tokens_total: Of those, found.
+        cached_prompt_tokens_total: Prompt tokens that were not computed, wherever they were found.
+        computed_prompt_tokens_total: Prompt tokens that were computed.
+        device_hit_tokens_total: Hits in device memory.
+        host_hit_tokens_total: Hits in host memory.
+        request_preemptions_sum: Preemptions of finished requests.
+        e2e_seconds_sum: Sum of times from arrival to the last token.
+        e2e_count: How many of them.
+        tpot_seconds_sum: Sum over requests of their mean time per output token.
+        tpot_count: How many of them.
+        finished_prompt_tokens_sum: Prompt tokens of finished requests.
+        finished_output_tokens_sum: Output tokens of finished requests.
+        block_lifetime_seconds_sum: Sum of the times blocks were kept.
+        block_idle_seconds_sum: Sum of the times blocks were idle before they were evicted.
+        block_reuse_gap_seconds_sum: Sum of the times between two uses of a block.
         prompt_tokens_per_second: As the engine states it.
         generated_tokens_per_second: As the engine states it.
         process_start_seconds: Unix time of the process start; a change is a restart.
@@ -130,6 +150,26 @@ class EngineSample:
     pinned_objects: float | None = None
     failed_allocations_total: float | None = None
     transfer_descriptors_sum: float | None = None
+    active_objects: float | None = None
+    cache_bytes: float | None = None
+    forced_unpins_total: float | None = None
+    kv_fetch_requests: float | None = None
+    external_query_tokens_total: float | None = None
+    external_hit_tokens_total: float | None = None
+    cached_prompt_tokens_total: float | None = None
+    computed_prompt_tokens_total: float | None = None
+    device_hit_tokens_total: float | None = None
+    host_hit_tokens_total: float | None = None
+    request_preemptions_sum: float | None = None
+    e2e_seconds_sum: float | None = None
+    e2e_count: float | None = None
+    tpot_seconds_sum: float | None = None
+    tpot_count: float | None = None
+    finished_prompt_tokens_sum: float | None = None
+    finished_output_tokens_sum: float | None = None
+    block_lifetime_seconds_sum: float | None = None
+    block_idle_seconds_sum: float | None = None
+    block_reuse_gap_seconds_sum: float | None = None
     prompt_tokens_per_second: float | None = None
     generated_tokens_per_second: float | None = None
     process_start_seconds: float | None = None

@@ -80,9 +80,11 @@ class Answer:
             "usage": usage,
         }
 
-    def chunk(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-        """One piece of a streamed answer."""
-        return {**self._head, "object": self.chunk_kind, "choices": choices, "usage": usage}
+    def chunk(
+        self, choices: list[dict[str, Any]], **usage: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """One piece of a streamed answer; ``usage`` is there, ``None`` until the last, where it was asked for."""
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **usage}
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         """One continuation of a whole answer."""

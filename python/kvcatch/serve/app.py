@@ -19,14 +19,15 @@ import kvcatch
 from kvcatch.engine.aio import EngineDied
 from kvcatch.engine.engine import Rejected
 from kvcatch.engine.governor import QueueFull
-from kvcatch.errors import KvcatchError
+from kvcatch.engine.request import FinishReason
+from kvcatch.errors import InvalidArgument, KvcatchError
 from kvcatch.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer, usage_of
 from kvcatch.serve.errors import ApiError
 from kvcatch.serve.metrics import METRICS_TYPE, render_metrics
 from kvcatch.serve.schema import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
 
     from pydantic import BaseModel
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["ServeSettings", "create_app"]
 
 MAX_BODY_BYTES = 4 << 20
+JSON_TYPE = "application/json"
+LONG_TEXT = 20_000
+"""Characters from which a text is encoded in another thread."""
 NO_KEY_NEEDED = frozenset({"/health", "/version"})
 
 B = TypeVar("B", bound="BaseModel")
@@ -52,11 +56,20 @@ class ServeSettings:
         model_name: what ``/v1/models`` lists and a body's ``model`` must say.
         api_key: bearer token that every call but ``/health`` and ``/version`` needs; ``None`` for none.
         max_body_bytes: a longer body is refused with 413.
+
+    Raises:
+        InvalidArgument: an empty key.
     """
 
     model_name: str
     api_key: str | None = None
     max_body_bytes: int = MAX_BODY_BYTES
+
+    def __post_init__(self) -> None:
+        if self.api_key is not None and not self.api_key.strip():
+            raise InvalidArgument(
+                f"api_key = {self.api_key!r}: give one that is not empty, or none"
+            )
 
 
 def create_app(running: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettings) -> FastAPI:
@@ -76,11 +89,16 @@ def create_app(running: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettin
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         what = f"{request.method} {request.url.path}: {error.detail}"
-        return _error(ApiError(error.status_code, what))
+        headers = dict(error.headers or {})
+        return _error(ApiError(error.status_code, what, headers=headers))
 
     @app.exception_handler(KvcatchError)
     async def engine_error(_: Request, error: KvcatchError) -> Response:
         return _error(_as_api_error(error))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return _error(ApiError(500, f"internal error: {type(error).__name__}", "server_error"))
 
     @app.get("/health")
     async def health() -> Response:
@@ -111,7 +129,9 @@ def create_app(running: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettin
         body = await server.read(request, CompletionBody)
         params = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
         prompts = [
-            tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            await server.apart(len(prompt), tokenizer.encode, prompt)
+            if isinstance(prompt, str)
+            else prompt
             for prompt in body.prompts()
         ]
         answer = CompletionAnswer(
@@ -123,7 +143,9 @@ def create_app(running: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettin
     async def chat(request: Request) -> Response:
         body = await server.read(request, ChatBody)
         params = body.sampling(body.limit, (body.top_logprobs or 0) if body.logprobs else None)
-        prompt = tokenizer.encode_chat([message.plain() for message in body.messages])
+        messages = [message.plain() for message in body.messages]
+        length = sum(len(message["content"]) for message in messages)
+        prompt = await server.apart(length, tokenizer.encode_chat, messages)
         name = f"chatcmpl-{uuid.uuid4().hex}"
         answer = ChatAnswer(name, int(time.time()), body.model, server.text)
         return await server.answer(request, body, [prompt], params, answer)
@@ -174,8 +196,13 @@ class _Server:
             message = f"model {name[:100]!r}: there is {self.settings.model_name!r} alone"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    async def apart(self, length: int, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
+        """The tokens of a text; of a long one in another thread, so that everybody else is answered meanwhile."""
+        return encode(text) if length < LONG_TEXT else await asyncio.to_thread(encode, text)
+
     async def read(self, request: Request, kind: type[B]) -> B:
         """The body, checked; the model it names is this one."""
+        _check_form(request)
         limit = self.settings.max_body_bytes
         raw = bytearray()
         async for piece in request.stream():
@@ -224,6 +251,16 @@ class _Server:
             _cancel(streams)
 
 
+def _check_form(request: Request) -> None:
+    """JSON as it is, or 415. A body without a type is taken as JSON; a web page's form is not."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"Content-Encoding {encoding[:50]!r}: the body must not be compressed")
+    kind = request.headers.get("content-type", JSON_TYPE).partition(";")[0].strip().lower()
+    if kind != JSON_TYPE:
+        raise ApiError(415, f"Content-Type {kind[:50]!r}: must be {JSON_TYPE}")
+
+
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -241,6 +278,7 @@ async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Delta]]
     async def pump(number: int, stream: Stream) -> None:
         try:
             async for delta in stream:
+                _check_end(stream, delta)
                 queue.put_nowait((number, delta))
         except Exception as error:
             queue.put_nowait((number, error))
@@ -264,6 +302,14 @@ async def _merged(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, Delta]]
         _cancel(streams)
 
 
+def _check_end(stream: Stream, delta: Delta) -> None:
+    """An output that ended before its time is an error, not an answer that looks complete."""
+    if delta.finish is FinishReason.REJECTED and stream.request.rejection is not None:
+        raise Rejected(stream.request.rejection)
+    if delta.finish is FinishReason.ABORT:  # by nobody who still reads: the server's own doing
+        raise EngineDied("the server stops and did not wait for this answer")
+
+
 async def _collect(streams: Sequence[Stream], n: int, answer: Answer) -> dict[str, Any]:
     choices = [Choice(index) for index in range(n * len(streams))]
     async for number, delta in _merged(streams):
@@ -277,19 +323,21 @@ async def _events(
     streams: Sequence[Stream], n: int, answer: Answer, *, with_usage: bool
 ) -> AsyncIterator[str]:
     choices = [Choice(index) for index in range(n * len(streams))]
+    # OpenAI's chunks have the field where usage was asked for, and only there.
+    none: dict[str, None] = {"usage": None} if with_usage else {}
     try:
         for opening in answer.opening(len(choices)):
-            yield _event(answer.chunk([opening], None))
+            yield _event(answer.chunk([opening], **none))
         async for number, delta in _merged(streams):
             choice = choices[number * n + delta.index]
             offset = len(choice.text)
             choice.add(delta)
             if delta.text or delta.logprobs or delta.finish is not None:
-                yield _event(answer.chunk([answer.piece(choice.index, offset, delta)], None))
+                yield _event(answer.chunk([answer.piece(choice.index, offset, delta)], **none))
         if with_usage:
             generated = sum(choice.num_tokens for choice in choices)
             usage = usage_of([stream.request for stream in streams], generated)
-            yield _event(answer.chunk([], usage))
+            yield _event(answer.chunk([], usage=usage))
     except KvcatchError as error:
         yield _event(_as_api_error(error).body())
     finally:

@@ -71,8 +71,7 @@ def make(loaded: LoadedModel, **options: Any) -> Engine:
         "max_num_batched_tokens": 256,
         **options,
     }
-    if settings["max_model_len"] > settings["num_blocks"] * 16:
-        settings["max_model_len"] = settings["num_blocks"] * 16
+    settings["max_model_len"] = min(settings["max_model_len"], settings["num_blocks"] * 16)
     config = EngineConfig(**settings)
     return Engine(config, ModelRunner(loaded.model, get_backend("cpu"), config), loaded.tokenizer)
 
@@ -126,7 +125,9 @@ def test_prefix_hits_and_forks_change_no_token(
         outputs = run(engine)
         for index in range(3):
             assert outputs[(f"{again}", index)] == wanted[row]
-        assert (request.hit_tokens or 0) == (0 if again == 0 else (len(prompts[row]) - 1) // 16 * 16)
+        assert (request.hit_tokens or 0) == (
+            0 if again == 0 else (len(prompts[row]) - 1) // 16 * 16
+        )
 
 
 def test_the_cache_takes_what_geometry_says(loaded: LoadedModel) -> None:

@@ -12,8 +12,7 @@ from kvcatch.observe.engines.vllm import VLLM
 __all__ = ["FAMILIES", "Family", "Metric", "family_of"]
 
 FAMILIES = {
-    family.engine: family
-    for family in (KVCATCH, VLLM, SGLANG, TRTLLM, TGI, DYNAMO, LMCACHE)
+    family.engine: family for family in (KVCATCH, VLLM, SGLANG, TRTLLM, TGI, DYNAMO, LMCACHE)
 }
 """Every adapter by engine."""
 

@@ -15,6 +15,9 @@ _P = "sglang:"
 
 
 def _finish(sample: EngineSample) -> None:
+    if sample.waiting_requests is not None:
+        # The grammar queue stands beside the waiting queue.
+        sample.waiting_requests += sample.waiting_deferred_requests or 0.0
     size = sample.block_size_tokens
     if sample.num_blocks is None and sample.pool_tokens and size:
         sample.num_blocks = sample.pool_tokens // size
@@ -66,6 +69,8 @@ SGLANG = Family(
         Metric(_P + "time_to_first_token_seconds_sum", "ttft_seconds_sum", "sum"),
         Metric(_P + "inter_token_latency_seconds_sum", "itl_seconds_sum", "sum"),
         Metric(_P + "inter_token_latency_seconds_count", "itl_count", "sum"),
+        Metric(_P + "e2e_request_latency_seconds_sum", "e2e_seconds_sum", "sum"),
+        Metric(_P + "e2e_request_latency_seconds_count", "e2e_count", "sum"),
         Metric(_P + "queue_time_seconds_sum", "queue_seconds_sum", "sum"),
         Metric(_P + "queue_time_seconds_count", "queue_count", "sum"),
         Metric(_P + "prompt_tokens_histogram_bucket", "largest_prompt_tokens", "bucket"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvcatch.observe.sample import FIELDS
@@ -43,7 +44,7 @@ class Metric:
     combine: Combine = "max"
     first: Version | None = None
     last: Version | None = None
-    where: Labels = field(default_factory=dict)
+    where: Labels = dataclasses.field(default_factory=dict)
     scale: float = 1.0
     optional: bool = False
     label: str = ""

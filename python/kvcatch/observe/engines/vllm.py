@@ -40,6 +40,9 @@ def _read_info(labels: Labels) -> dict[str, float]:
 
 
 def _finish(sample: EngineSample) -> None:
+    reasons = (sample.waiting_capacity_requests, sample.waiting_deferred_requests)
+    if sample.waiting_requests is not None and None not in reasons:
+        sample.waiting_requests = max(sample.waiting_requests, sum(part or 0.0 for part in reasons))
     blocks, usage = sample.num_blocks, sample.kv_usage_share
     if blocks is not None and usage is not None and blocks > 1:
         # BlockPool.get_usage = 1 - free / (num_gpu_blocks - 1): the null block is never handed out.
@@ -83,9 +86,7 @@ VLLM = Family(
         Metric(_P + "prompt_tokens", "prompt_tokens_total", "sum"),
         Metric(_P + "generation_tokens", "generated_tokens_total", "sum"),
         Metric(_P + "request_success", "finished_total", "sum"),
-        Metric(
-            _P + "prefix_cache_queries", "prefix_query_tokens_total", "sum", first=(0, 9, 2)
-        ),
+        Metric(_P + "prefix_cache_queries", "prefix_query_tokens_total", "sum", first=(0, 9, 2)),
         Metric(_P + "prefix_cache_hits", "prefix_hit_tokens_total", "sum", first=(0, 9, 2)),
         Metric(
             _P + "gpu_prefix_cache_queries",
@@ -113,17 +114,11 @@ VLLM = Family(
         Metric(_P + "iteration_tokens_total_sum", "step_tokens_total", "sum"),
         Metric(_P + "time_to_first_token_seconds_count", "started_total", "sum"),
         Metric(_P + "time_to_first_token_seconds_sum", "ttft_seconds_sum", "sum"),
-        Metric(
-            _P + "inter_token_latency_seconds_sum", "itl_seconds_sum", "sum", first=(0, 10, 2)
-        ),
+        Metric(_P + "inter_token_latency_seconds_sum", "itl_seconds_sum", "sum", first=(0, 10, 2)),
         Metric(_P + "inter_token_latency_seconds_count", "itl_count", "sum", first=(0, 10, 2)),
-        Metric(
-            _P + "time_per_output_token_seconds_sum", "itl_seconds_sum", "sum", last=(0, 13, 0)
-        ),
+        Metric(_P + "time_per_output_token_seconds_sum", "itl_seconds_sum", "sum", last=(0, 13, 0)),
         Metric(_P + "time_per_output_token_seconds_count", "itl_count", "sum", last=(0, 13, 0)),
-        Metric(
-            _P + "request_queue_time_seconds_sum", "queue_seconds_sum", "sum", first=(0, 6, 6)
-        ),
+        Metric(_P + "request_queue_time_seconds_sum", "queue_seconds_sum", "sum", first=(0, 6, 6)),
         Metric(_P + "request_queue_time_seconds_count", "queue_count", "sum", first=(0, 6, 6)),
         Metric(
             _P + "time_in_queue_requests_sum",
@@ -143,6 +138,75 @@ VLLM = Family(
         Metric(_P + "request_params_max_tokens_sum", "asked_output_tokens_sum", "sum"),
         Metric(_P + "request_params_max_tokens_count", "asked_output_count", "sum"),
         Metric(_P + "admission_rejections", "rejected_total", "sum", first=(0, 32, 0)),
+        Metric(_P + "num_requests_kv_fetch_by_stage", "kv_fetch_requests", "sum", first=(0, 32, 0)),
+        Metric(
+            _P + "external_prefix_cache_queries",
+            "external_query_tokens_total",
+            "sum",
+            first=(0, 11, 2),
+        ),
+        Metric(
+            _P + "external_prefix_cache_hits", "external_hit_tokens_total", "sum", first=(0, 11, 2)
+        ),
+        Metric(_P + "prompt_tokens_cached", "cached_prompt_tokens_total", "sum", first=(0, 16, 0)),
+        Metric(
+            _P + "prompt_tokens_by_source",
+            "computed_prompt_tokens_total",
+            "sum",
+            first=(0, 16, 0),
+            where={"source": "local_compute"},
+        ),
+        Metric(
+            _P + "prompt_tokens_cached_by_source",
+            "device_hit_tokens_total",
+            "sum",
+            first=(0, 32, 0),
+            where={"source": "device"},
+        ),
+        Metric(
+            _P + "prompt_tokens_cached_by_source",
+            "host_hit_tokens_total",
+            "sum",
+            first=(0, 32, 0),
+            where={"source": "host"},
+        ),
+        Metric(
+            _P + "request_num_preemptions_sum", "request_preemptions_sum", "sum", first=(0, 30, 0)
+        ),
+        Metric(_P + "e2e_request_latency_seconds_sum", "e2e_seconds_sum", "sum"),
+        Metric(_P + "e2e_request_latency_seconds_count", "e2e_count", "sum"),
+        Metric(
+            _P + "request_time_per_output_token_seconds_sum",
+            "tpot_seconds_sum",
+            "sum",
+            first=(0, 11, 0),
+        ),
+        Metric(
+            _P + "request_time_per_output_token_seconds_count",
+            "tpot_count",
+            "sum",
+            first=(0, 11, 0),
+        ),
+        Metric(_P + "request_prompt_tokens_sum", "finished_prompt_tokens_sum", "sum"),
+        Metric(_P + "request_generation_tokens_sum", "finished_output_tokens_sum", "sum"),
+        Metric(
+            _P + "kv_block_lifetime_seconds_sum",
+            "block_lifetime_seconds_sum",
+            "sum",
+            first=(0, 12, 0),
+        ),
+        Metric(
+            _P + "kv_block_idle_before_evict_seconds_sum",
+            "block_idle_seconds_sum",
+            "sum",
+            first=(0, 12, 0),
+        ),
+        Metric(
+            _P + "kv_block_reuse_gap_seconds_sum",
+            "block_reuse_gap_seconds_sum",
+            "sum",
+            first=(0, 12, 0),
+        ),
         Metric(_P + "nixl_num_descriptors_sum", "transfer_descriptors_sum", "sum"),
         Metric(_P + "mooncake_num_descriptors_sum", "transfer_descriptors_sum", "sum"),
     ),

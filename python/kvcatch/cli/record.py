@@ -1,0 +1,137 @@
+"""``kvcatch record`` and ``kvcatch replay-metrics``: keep an engine's metrics, and serve them back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path  # noqa: TC003
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcatch.cli.common import app, fail, make_console, one_line_errors
+from kvcatch.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kvcatch.observe.record import Recorder
+    from kvcatch.observe.scrape import Scraper
+
+
+@app.command()
+def record(
+    url: Annotated[str, typer.Argument(help="Of the engine, or of its metrics page.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="gzip where it ends in .gz.")
+    ],
+    duration: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="How long; else until Ctrl-C.", min=0)
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Between two looks.", min=0.1)
+    ] = 1.0,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For an answer.", min=0.1)
+    ] = 5.0,
+    engine: Annotated[
+        str | None, typer.Option(metavar="NAME@VERSION", help="Noted in the recording.")
+    ] = None,
+) -> None:
+    """Keep an engine's metrics in a compact recording, for diagnose and replay-metrics.
+
+    A scrape that fails is noted in it, and recording goes on.
+
+    Example: kvcatch record http://127.0.0.1:8000 -o incident.jsonl.gz --duration 600
+    """
+    with one_line_errors():
+        from kvcatch.observe.limits import EngineVersion
+        from kvcatch.observe.scrape import Scraper, metrics_url
+
+        if engine is not None:
+            EngineVersion.parse(engine)
+        endpoint = metrics_url(url)
+        scraper = Scraper(timeout_s=timeout)
+        rows = asyncio.run(_record(scraper, endpoint, output, duration, interval, engine))
+        make_console().print(f"{rows} rows in {output}, {output.stat().st_size:,} bytes")
+
+
+async def _record(
+    scraper: Scraper,
+    endpoint: str,
+    output: Path,
+    duration: float | None,
+    interval: float,
+    engine: str | None,
+) -> int:
+    from kvcatch.observe.errors import MetricsError
+    from kvcatch.observe.record import Recorder
+
+    async with scraper:
+        first = await scraper.fetch(endpoint)
+        if first.body is None:
+            fail(first.error or f"{endpoint}: no answer", 2)
+        if engine is None and (version := await scraper.version(endpoint, "vllm")) is not None:
+            engine = "vllm@" + ".".join(map(str, version.low or ()))
+        start = time.time()
+        with Recorder(output, endpoint, start, engine) as recorder:
+            recorder.add(0.0, first.body)
+            try:
+                await _loop(scraper, recorder, endpoint, duration, interval)
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                make_console(stderr=True).print("stopped")
+            except MetricsError as error:
+                fail(str(error), 2)
+            return recorder.rows
+
+
+async def _loop(
+    scraper: Scraper, recorder: Recorder, endpoint: str, duration: float | None, interval: float
+) -> None:
+    from kvcatch.observe.errors import MetricsError
+
+    start, number = time.monotonic(), 0
+    while True:
+        number += 1
+        due = number * interval
+        if duration is not None and due > duration:
+            return
+        await asyncio.sleep(max(0.0, start + due - time.monotonic()))
+        at = time.monotonic() - start
+        page = await scraper.fetch(endpoint)
+        if page.body is None:
+            recorder.fail(at, page.error or "no answer")
+            continue
+        try:
+            recorder.add(at, page.body)
+        except MetricsError as error:
+            recorder.fail(at, str(error))
+
+
+@app.command("replay-metrics")
+def replay_metrics(
+    file: Annotated[Path, typer.Argument(help="A recording, compact or raw.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 for any free port.", min=0, max=65535)] = 9108,
+    speed: Annotated[float, typer.Option(help="Seconds of the recording per second.")] = 1.0,
+    loop: Annotated[bool, typer.Option("--loop", help="Begin again at its end.")] = False,
+) -> None:
+    """Serve a recording as the metrics page it was read from, for dashboards and tests.
+
+    At its end the last page stays. A moment whose scrape failed answers 503.
+
+    Example: kvcatch replay-metrics incident.jsonl.gz --port 9108 --speed 10
+    """
+    with one_line_errors():
+        from kvcatch.observe.replay import Replay, make_server
+
+        if not 0 < speed < 1e6:
+            raise InvalidArgument(f"speed = {speed}: must be more than 0")
+        replay = Replay(file, speed=speed, loop=loop)
+        server = make_server(replay, host, port)
+        made = f"http://{host}:{server.server_address[1]}/metrics"
+        make_console().print(f"{replay.rows} rows, {replay.seconds:,.0f} s, at {made}")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            server.server_close()

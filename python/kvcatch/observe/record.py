@@ -1,0 +1,387 @@
+"""Recordings of an engine's metrics: kvcatch's compact format, and raw bodies.
+
+Compact, one JSON value a line, gzip where the name ends in ``.gz``:
+
+* ``{"kvcatch_recording": 1, "endpoint": ..., "start_unix_s": ..., "version": ...}`` first;
+* ``{"types": {name: kind}}`` and ``{"series": [...]}``: metric kinds, and series numbered from 0 on, as met;
+* ``[t, [i, value, ...], [gone, ...]]``: what changed at ``t`` seconds, and which series are gone;
+* ``{"t": ..., "error": ...}``: a scrape that failed.
+
+Raw, one JSON object a line: ``{"t": seconds, "text": body}`` or ``{"t": seconds, "error": ...}``.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+from kvcatch.observe.engines import family_of
+from kvcatch.observe.errors import MetricsError, RecordingError
+from kvcatch.observe.limits import EngineVersion
+from kvcatch.observe.prometheus import Reader, parse_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from kvcatch.observe.prometheus import Slot
+    from kvcatch.observe.sample import EngineSample
+
+__all__ = ["Recorder", "Recording", "bodies", "is_recording", "read_recording"]
+
+FORMAT = 1
+_FLUSH_ROWS = 30
+_MAX_LINE = 256 * 2**20
+_EXTRA = ("process_start_time_seconds",)
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a recording holds.
+
+    Attributes:
+        samples: Of all engines and ranks in it, in order of time.
+        names: Metric names met, by engine.
+        version: As the recorder was told; None when it was not.
+        errors: Scrapes that failed, one line each.
+        notes: What is doubtful about the file.
+    """
+
+    samples: list[EngineSample] = field(default_factory=list)
+    names: dict[str, set[str]] = field(default_factory=dict)
+    version: EngineVersion | None = None
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class Recorder:
+    """Writes the compact format.
+
+    Args:
+        path: Where to; an existing file is replaced.
+        endpoint: Whose metrics.
+        start_unix_s: Time of the first row's zero.
+        version: ``vllm@0.32.0`` and the like, where known.
+    """
+
+    def __init__(
+        self, path: Path, endpoint: str, start_unix_s: float, version: str | None = None
+    ) -> None:
+        self.rows = 0
+        self._reader = Reader(endpoint)
+        self._series: dict[str, int] = {}
+        self._values: dict[int, float] = {}
+        self._types: dict[str, str] = {}
+        if path.suffix == ".gz":
+            self._file: TextIO = cast(
+                "TextIO",
+                gzip.open(path, "wt", encoding="utf-8"),  # noqa: SIM115
+            )
+        else:
+            self._file = path.open("w", encoding="utf-8")
+        self._write(
+            {
+                "kvcatch_recording": FORMAT,
+                "endpoint": endpoint,
+                "start_unix_s": round(start_unix_s, 3),
+                "version": version,
+            }
+        )
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, t_seconds: float, body: bytes | str) -> None:
+        """Add one body.
+
+        Raises:
+            MetricsError: It is not a metrics body of an engine; nothing was written.
+        """
+        self._reader.read(body, t_seconds)
+        text = body.decode("utf-8", errors="replace") if isinstance(body, bytes) else body
+        kinds: dict[str, str] = {}
+        fresh: list[str] = []
+        seen: dict[int, float] = {}
+        for line in text.split("\n"):
+            if line.startswith("# TYPE "):
+                parts = line.split()
+                if len(parts) == 4 and parts[2] not in self._types and _is_kept(parts[2]):
+                    kinds[parts[2]] = parts[3]
+                continue
+            if not line or line[0] == "#" or not _is_kept(line):
+                continue
+            parsed = parse_line(line)
+            if parsed is None or parsed[0].partition("{")[0].endswith("_created"):
+                continue
+            try:
+                value = float(parsed[1])
+            except ValueError:
+                continue
+            number = self._series.get(parsed[0])
+            if number is None:
+                number = self._series[parsed[0]] = len(self._series)
+                fresh.append(parsed[0])
+            seen[number] = value
+        if kinds:
+            self._types.update(kinds)
+            self._write({"types": kinds})
+        if fresh:
+            self._write({"series": fresh})
+        changed: list[float | int | None] = []
+        for number, value in seen.items():
+            if self._values.get(number) != value:
+                short = int(value) if value.is_integer() and abs(value) < 2**53 else value
+                changed += [number, short if math.isfinite(value) else None]
+        gone = [number for number in self._values if number not in seen]
+        self._values = seen
+        self._write(
+            [round(t_seconds, 3), changed, gone] if gone else [round(t_seconds, 3), changed]
+        )
+        self._row()
+
+    def fail(self, t_seconds: float, error: str) -> None:
+        """Add a scrape that failed."""
+        self._write({"t": round(t_seconds, 3), "error": error})
+        self._row()
+
+    def _row(self) -> None:
+        self.rows += 1
+        if self.rows % _FLUSH_ROWS == 0:
+            self._file.flush()
+
+    def _write(self, value: object) -> None:
+        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+
+
+def _is_kept(name: str) -> bool:
+    return family_of(name) is not None or name.startswith(_EXTRA)
+
+
+def is_recording(path: Path) -> bool:
+    """Whether a file's first line is that of a recording, compact or raw."""
+    for _, value in _lines(path, []):
+        return _is_head(value)
+    return False
+
+
+def _is_head(value: object) -> bool:
+    return isinstance(value, dict) and ("kvcatch_recording" in value or "t" in value)
+
+
+def _open(path: Path) -> Any:
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == b"\x1f\x8b"
+    return gzip.open(path, "rb") if is_gzip else path.open("rb")
+
+
+def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
+    """Numbered JSON values; a file that breaks off is read up to there, and noted.
+
+    Raises:
+        RecordingError: A line before the last is not JSON.
+    """
+    number, broken = 0, ""
+    with _open(path) as file:
+        while True:
+            try:
+                line = file.readline(_MAX_LINE)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                if not number:
+                    raise RecordingError(f"{path}: {error}") from None
+                notes.append(f"{path} breaks off after line {number}: {error}")
+                return
+            if not line:
+                break
+            if broken:
+                raise RecordingError(f"{path}, line {number}: {broken}")
+            number += 1
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                broken = f"not JSON: {error}"
+                continue
+            yield number, value
+    if broken:
+        if number == 1:
+            raise RecordingError(f"{path}, line 1: {broken}")
+        notes.append(f"{path} breaks off in line {number}")
+
+
+def read_recording(path: Path, progress: Callable[[int], None] | None = None) -> Recording:
+    """Read a recording, compact or raw.
+
+    Args:
+        path: The file.
+        progress: Called with the number of rows read, now and then.
+
+    Raises:
+        RecordingError: It is not a recording, or a line is malformed.
+        OSError: It cannot be opened.
+    """
+    recording = Recording()
+    lines = _lines(path, recording.notes)
+    head = next(lines, None)
+    if head is None:
+        raise RecordingError(f"{path}: empty")
+    if not _is_head(head[1]):
+        raise RecordingError(
+            f"{path}: not a recording: its first line has no kvcatch_recording and no t"
+        )
+    reader = Reader(str(path))
+    if "kvcatch_recording" in head[1]:
+        _read_compact(path, head[1], lines, reader, recording, progress)
+    else:
+        for number, row in _again(head, lines):
+            _raw_row(path, number, row, reader, recording)
+            if progress is not None and number % 50 == 0:
+                progress(number)
+    recording.names = reader.names
+    if not recording.samples:
+        first = f": {recording.errors[0]}" if recording.errors else ""
+        raise RecordingError(f"{path}: no sample in it{first}")
+    return recording
+
+
+def _again(head: tuple[int, Any], lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    yield head
+    yield from lines
+
+
+def _time(path: Path, number: int, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RecordingError(f"{path}, line {number}: t = {value!r:.40} is not a time")
+    return float(value)
+
+
+def _raw_row(path: Path, number: int, row: Any, reader: Reader, recording: Recording) -> None:
+    if not isinstance(row, dict) or "t" not in row:
+        raise RecordingError(f"{path}, line {number}: no t")
+    t_seconds = _time(path, number, row["t"])
+    text = row.get("text")
+    if isinstance(text, str):
+        try:
+            recording.samples += reader.read(text, t_seconds)
+        except MetricsError as error:
+            recording.errors.append(f"line {number}: {error}")
+    else:
+        recording.errors.append(f"line {number}: {row.get('error', 'no text')!s:.200}")
+
+
+def _read_compact(
+    path: Path,
+    head: Any,
+    lines: Iterator[tuple[int, Any]],
+    reader: Reader,
+    recording: Recording,
+    progress: Callable[[int], None] | None,
+) -> None:
+    if head["kvcatch_recording"] != FORMAT:
+        raise RecordingError(
+            f"{path}: format {head['kvcatch_recording']!r:.20}; this kvcatch reads {FORMAT}"
+        )
+    if isinstance(head.get("version"), str):
+        recording.version = EngineVersion.parse(head["version"], "recording")
+    slots: list[Slot | None] = []
+    rows = 0
+    for number, row in lines:
+        if isinstance(row, list):
+            rows += 1
+            try:
+                _compact_row(row, slots)
+                recording.samples += reader.assemble(_time(path, number, row[0]), 0)
+            except (IndexError, TypeError, ValueError, AttributeError) as error:
+                if isinstance(error, RecordingError):
+                    raise
+                raise RecordingError(f"{path}, line {number}: malformed row ({error})") from None
+            if progress is not None and rows % 500 == 0:
+                progress(rows)
+        elif isinstance(row, dict) and isinstance(row.get("series"), list):
+            for series in row["series"]:
+                name = str(series).partition("{")[0]
+                slots.append(reader.slot(str(series)) if reader.wants(name) else None)
+        elif isinstance(row, dict) and "error" in row:
+            recording.errors.append(f"line {number}: {row['error']!s:.200}")
+        elif not (isinstance(row, dict) and "types" in row):
+            raise RecordingError(f"{path}, line {number}: unknown kind of line")
+
+
+def _compact_row(row: list[Any], slots: list[Slot | None]) -> None:
+    changed = row[1]
+    for at in range(0, len(changed), 2):
+        slot = slots[changed[at]]
+        if slot is not None:
+            value = changed[at + 1]
+            if value is None or value < 0:
+                slot.seen = -1
+            else:
+                slot.value = float(value)
+                slot.seen = 0
+    if len(row) > 2:
+        for number in row[2]:
+            slot = slots[number]
+            if slot is not None:
+                slot.seen = -1
+
+
+def bodies(path: Path) -> Iterator[tuple[float, str | None]]:
+    """Time and metrics body of each row, as an endpoint would serve it; None for a scrape that failed.
+
+    Raises:
+        RecordingError: It is not a recording.
+    """
+    notes: list[str] = []
+    series: list[str] = []
+    values: dict[int, float | None] = {}
+    types: dict[str, str] = {}
+    is_first = True
+    for number, row in _lines(path, notes):
+        if is_first and not _is_head(row):
+            raise RecordingError(f"{path}: not a recording")
+        is_first = False
+        if isinstance(row, list):
+            try:
+                pairs = row[1]
+                values.update(zip(pairs[::2], pairs[1::2], strict=True))
+                for gone in row[2] if len(row) > 2 else ():
+                    values.pop(gone, None)
+                yield _time(path, number, row[0]), _render(series, values, types)
+            except (IndexError, TypeError) as error:
+                raise RecordingError(f"{path}, line {number}: malformed row ({error})") from None
+        elif isinstance(row, dict) and "series" in row:
+            series += row["series"]
+        elif isinstance(row, dict) and "types" in row:
+            types.update(row["types"])
+        elif isinstance(row, dict) and "t" in row:
+            text = row.get("text")
+            yield _time(path, number, row["t"]), text if isinstance(text, str) else None
+
+
+def _render(series: list[str], values: dict[int, float | None], types: dict[str, str]) -> str:
+    lines, told = [], set()
+    # Series of one metric stand together, as the format wants it.
+    for number in sorted(values, key=lambda at: (_base(series[at], types), at)):
+        base = _base(series[number], types)
+        if base in types and base not in told:
+            told.add(base)
+            lines.append(f"# TYPE {base} {types[base]}")
+        value = values[number]
+        lines.append(f"{series[number]} {'NaN' if value is None else value}")
+    return "\n".join(lines) + "\n"
+
+
+def _base(series: str, types: dict[str, str]) -> str:
+    name = series.partition("{")[0]
+    for suffix in ("_bucket", "_sum", "_count"):
+        base = name.removesuffix(suffix)
+        if base != name and types.get(base) in ("histogram", "summary"):
+            return base
+    return name

@@ -1,0 +1,147 @@
+"""Where samples come from: a recording, a log, one saved metrics page, or running endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvcatch.observe.errors import MetricsError, RecordingError
+from kvcatch.observe.limits import EngineVersion, Limits
+from kvcatch.observe.log import read_vllm_log
+from kvcatch.observe.prometheus import MAX_BODY_BYTES, Reader
+from kvcatch.observe.record import read_recording
+from kvcatch.observe.scrape import Scraper, metrics_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from kvcatch.observe.sample import EngineSample
+
+__all__ = ["Source", "read_endpoints", "read_file"]
+
+
+@dataclass(slots=True)
+class Source:
+    """What was read from one place.
+
+    Attributes:
+        name: The file or endpoint.
+        samples: Of all engines and ranks in it.
+        names: Metric names met, by engine.
+        version: What it says of its version.
+        limits: What it says of its limits.
+        notes: What was not read, and what is doubtful; one line each.
+        out_of_memory: PyTorch ran out of device memory so many times (from a log).
+    """
+
+    name: str
+    samples: list[EngineSample] = field(default_factory=list)
+    names: dict[str, set[str]] = field(default_factory=dict)
+    version: EngineVersion | None = None
+    limits: Limits = field(default_factory=Limits)
+    notes: list[str] = field(default_factory=list)
+    out_of_memory: int = 0
+
+
+def _counted(errors: Sequence[str]) -> list[str]:
+    if not errors:
+        return []
+    return [f"{len(errors)} scrapes failed, the first: {errors[0]}"]
+
+
+def read_file(path: Path, progress: Callable[[int], None] | None = None) -> Source:
+    """Read a recording (compact or raw, gzip or not), a vLLM log, or one saved metrics page.
+
+    Raises:
+        RecordingError: It is none of them.
+        MetricsError: It is one metrics page that cannot be believed.
+        OSError: It cannot be opened.
+    """
+    name = str(path)
+    with path.open("rb") as file:
+        start = file.read(4096)
+    if start.startswith(b"\x1f\x8b") or start.lstrip()[:1] == b"{":
+        recording = read_recording(path, progress)
+        notes = [*recording.notes, *_counted(recording.errors)]
+        return Source(name, recording.samples, recording.names, recording.version, notes=notes)
+    if start.startswith((b"# HELP", b"# TYPE")) or start.lstrip()[:1] == b"<":
+        if path.stat().st_size > MAX_BODY_BYTES:
+            raise MetricsError(f"{name}: larger than {MAX_BODY_BYTES:,} bytes")
+        reader = Reader(name)
+        samples = reader.read(path.read_bytes(), 0.0)
+        return Source(name, samples, reader.names, notes=["one look is not a window"])
+    if b"\0" in start:
+        raise RecordingError(f"{name}: neither a recording nor a log")
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        log = read_vllm_log(lines, name)
+    notes = [
+        f"PyTorch ran out of device memory: {item.wanted_bytes / 2**20:,.0f} MiB wanted"
+        + (
+            f" with {item.unallocated_bytes / 2**20:,.0f} MiB reserved and unallocated"
+            if item.unallocated_bytes is not None
+            else ""
+        )
+        + ". The KV pool is allocated once and is not the cause: lower --gpu-memory-utilization, or set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        for item in log.out_of_memory[:1]
+    ]
+    return Source(
+        name,
+        log.samples,
+        {},
+        log.version,
+        log.limits,
+        notes,
+        out_of_memory=len(log.out_of_memory),
+    )
+
+
+async def read_endpoints(
+    urls: Sequence[str],
+    *,
+    window_s: float,
+    interval_s: float,
+    timeout_s: float = 5.0,
+    progress: Callable[[float], None] | None = None,
+) -> list[Source]:
+    """Look at endpoints for a while; what goes wrong at one is noted there and stops no other.
+
+    Raises:
+        InvalidArgument: A URL is none.
+        MissingExtra: httpx is not installed.
+    """
+    endpoints = [metrics_url(url) for url in urls]
+    sources = [Source(endpoint) for endpoint in endpoints]
+    readers = [Reader(endpoint) for endpoint in endpoints]
+    errors: list[list[str]] = [[] for _ in endpoints]
+    async with Scraper(timeout_s=timeout_s) as scraper:
+        start = time.monotonic()
+        zero = time.time()
+        while True:
+            at = time.monotonic()
+            pages = await scraper.fetch_all(endpoints)
+            for page, source, reader, failed in zip(pages, sources, readers, errors, strict=True):
+                if page.body is None:
+                    failed.append(page.error or f"{page.endpoint}: no answer")
+                    continue
+                try:
+                    source.samples += reader.read(page.body, round(zero + at - start, 3))
+                except MetricsError as error:
+                    failed.append(str(error))
+            if progress is not None:
+                progress(time.monotonic() - start)
+            if not any(source.samples for source in sources) and len(errors[0]) >= 3:
+                break
+            pause = at + interval_s - time.monotonic()
+            if time.monotonic() - start + max(pause, 0) > window_s:
+                break
+            await asyncio.sleep(max(pause, 0))
+        for source, reader, failed in zip(sources, readers, errors, strict=True):
+            source.names = reader.names
+            source.notes += _counted(failed)
+            if "vllm" in reader.names:
+                source.version = await scraper.version(source.name, "vllm")
+    return sources
