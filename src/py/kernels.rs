@@ -51,7 +51,8 @@ pub(super) fn order_moves<'py>(
 
 /// Shares a decode batch: `(pieces [n, 4], merges [m, 4], partials)`.
 #[pyfunction]
-#[pyo3(signature = (seq_lens, num_slots, *, min_tokens = None, window = None))]
+#[pyo3(signature = (seq_lens, num_slots, *, min_tokens = None, window = None),
+    text_signature = "(seq_lens, num_slots, *, min_tokens=128, window=0)")]
 pub(super) fn decode_work<'py>(
     py: Python<'py>,
     seq_lens: &Bound<'py, PyAny>,
