@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import socket
+import threading
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -27,6 +28,7 @@ from kvcatch.workload.replay import ReplaySettings, start_replay
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Future
+    from multiprocessing.process import BaseProcess
 
     from kvcatch.workload.replay import ReplayResult
     from kvcatch.workload.request import Workload
@@ -115,6 +117,11 @@ class Grid:
         for law in self.laws:
             if law not in OWN_LAWS:
                 raise InvalidArgument(f"law = {law!r}: the replay knows {', '.join(OWN_LAWS)}")
+        if any(self.watermarks) and not any(LAWS[law].has_watermark for law in self.laws):
+            raise InvalidArgument(
+                f"watermark = {', '.join(map(str, self.watermarks))}: "
+                f"{' and '.join(self.laws)} {'have' if len(self.laws) > 1 else 'has'} none"
+            )
         for size in self.block_sizes:
             if not 1 <= size <= 65_536:
                 raise InvalidArgument(f"block_size = {size}: must be between 1 and 65536")
@@ -264,10 +271,19 @@ _work: tuple[Workload, Grid] | None = None
 
 
 def _start_worker(workload: Workload, grid: Grid) -> None:
-    """Runs once in every worker. Ctrl-C is the parent's business."""
+    """Runs once in every worker. Ctrl-C is the parent's business; a worker does not outlive it."""
     global _work  # noqa: PLW0603
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     _work = workload, grid
+
+
+def _end_after(parent: BaseProcess) -> None:
+    # A parent that is killed cannot tell its workers, and they would wait for work forever.
+    parent.join()
+    os._exit(1)
 
 
 def _run_in_worker(point: Point) -> Row:

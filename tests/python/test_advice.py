@@ -405,6 +405,24 @@ class TestCommand:
             (("--engine", "vllm@0.32", "--seed", "-1"), "--seed -1"),
             (("--engine", "vllm@0.32", "--device-gib", "nan"), "--device-gib nan"),
             (("--engine", "trtllm@1.2"), "max_model_len"),
+            (("--engine", "vllm@0.32", "--max-num-seqs", "many"), "--max-num-seqs = 'many'"),
+            (
+                ("--engine", "vllm@0.32", "--max-model-len", "100"),
+                "max_model_len = 100: each of the 44",
+            ),
+            (
+                (
+                    "--engine",
+                    "vllm@0.32",
+                    "--memory-utilization",
+                    "0.9",
+                    "--device-gib",
+                    "1",
+                    "--kv-bytes-per-token",
+                    "131072",
+                ),
+                "0.98 GiB of KV cache at 131072 bytes per token are more than 0.9 of 1.00 GiB",
+            ),
         ],
     )
     def test_bad_input_is_one_line(
@@ -415,6 +433,18 @@ class TestCommand:
         assert done.stdout == ""
         assert len(done.stderr.splitlines()) == 1
         assert word in done.stderr
+
+    def test_what_the_engine_refuses_is_left_out(
+        self, run_kvcatch: RunKvcatch, lengths: Path
+    ) -> None:
+        done = run_kvcatch(
+            "advise", lengths, "--engine", "vllm@0.32", "--num-blocks", 500, "--max-model-len", 1000,
+            "--json",
+        )  # fmt: skip
+        data = json.loads(done.stdout)
+        assert data["traffic"]["requests"] == data["today"]["finished"] == 40
+        assert data["traffic"]["total"]["p99.9_tokens"] == 600
+        assert "4 of 44 requests are longer than max_model_len = 1000 tokens" in done.stderr
 
     def test_a_real_trace(self, run_kvcatch: RunKvcatch, azure_trace: Path) -> None:
         done = run_kvcatch(

@@ -78,6 +78,29 @@ class TestOutput:
             assert words in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 100
 
+    @pytest.mark.parametrize("law", ["worst_case", "guaranteed_no_evict"])
+    def test_what_is_promised_to_those_that_run_is_not_available(
+        self, run_kvcatch: RunKvcatch, law: str
+    ) -> None:
+        """Two of 512 + 4096 with 10 generated hold 33 of 288 blocks each: 510 are promised, 230 left."""
+        arguments = (
+            *POOL,
+            "--running-request",
+            "512:10:4096x2",
+            "--request",
+            "512:4096",
+            "--law",
+            law,
+        )
+        done = run_kvcatch(*arguments, "--json")
+        data = json.loads(done.stdout)
+        assert data["state"]["reserved_blocks"] == 510
+        assert data["state"]["available_blocks"] == 230
+        assert data["first_refusal"]["available_blocks"] == 230
+        table = run_kvcatch(*arguments).stdout
+        assert "230 of 1,000 blocks of 16 tokens available" in table
+        assert "reserved 510" in table
+
     def test_head_of_line(self, run_kvcatch: RunKvcatch) -> None:
         done = run_kvcatch(
             "admit", "--num-blocks", 270, "--used", 250, "--request", 1600, "--request", 160,
@@ -142,7 +165,17 @@ class TestJsonInput:
                 "count = ",
             ),
             ('{"state": {}, "queue": [], "law": 1}', "unknown field 'law'"),
-            ("[" * 100_000, "not JSON"),
+            ("[" * 100_000, "nested too deeply"),
+            (
+                '{"state": {"num_blocks": 9, "block_size": 16, "free": 9, "free": 5}, "queue": [1]}',
+                "'free' is there twice",
+            ),
+            ('{"state": {"free": ' + "9" * 400 + '}, "queue": []}', "a number of 400 digits"),
+            (
+                '{"state": {"num_blocks": 9, "block_size": 16, "free": 9}, "queue": [{}]}',
+                "request of the queue: missing 'prompt_tokens'",
+            ),
+            ('{"state": {"blocks": 9}, "queue": []}', "--from -: state: unknown field 'blocks'"),
         ],
     )
     def test_bad_json_is_one_line(self, text: str, word: str) -> None:
@@ -158,7 +191,10 @@ class TestJsonInput:
     [
         (("--request", "5"), "--num-blocks"),
         (("--num-blocks", "0", "--request", "5"), "num_blocks = 0"),
-        (("--num-blocks", "-5", "--request", "5"), "-5"),
+        (("--num-blocks", "-5", "--request", "5"), "num_blocks = -5: must be 1 or more"),
+        (("--num-blocks", "10", "--request", "\uff15"), "must be PROMPT"),
+        (("--num-blocks", "many", "--request", "5"), "--num-blocks = 'many': not a whole number"),
+        (("--num-blocks", "10", "--watermark", "x", "--request", "5"), "--watermark = 'x': not a number"),
         (("--num-blocks", "10"), "queue is empty"),
         (("--num-blocks", "10", "--request", "0"), "prompt_tokens = 0"),
         (("--num-blocks", "10", "--request", "5:0"), "max_tokens = 0"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,8 +13,6 @@ from kvcatch.cli import app
 from kvcatch.geometry import BUILT_IN
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import RunKvcatch
 
 KEYS = (
@@ -172,6 +171,22 @@ def test_a_folder_and_a_histogram(run_kvcatch: RunKvcatch, tmp_path: Path) -> No
         (["--num-blocks", "9", "--mean-length", "0"], ["length 0"]),
         (["--num-blocks", "9", "--mean-length", "5", "--lengths", "x"], ["exclude each other"]),
         (["--num-blocks", "9", "--lengths", "/nowhere/x.csv"], ["/nowhere/x.csv", "No such file"]),
+        (["--num-blocks", "many"], ["--num-blocks = 'many': not a whole number", "plan --help"]),
+        (["--num-blocks", "1e3"], ["--num-blocks = '1e3': not a whole number"]),
+        (["--num-blocks", ""], ["--num-blocks = '': not a whole number"]),
+        (
+            ["--gpu", "h200", "--memory-utilization", "x"],
+            ["--memory-utilization = 'x': not a number"],
+        ),
+        (["--num-blocks", "9", "--memory-utilization", "0.9"], ["memory_utilization = 0.9"]),
+        (["--num-blocks", "9", "--frob"], ["--frob"]),
+        (["--num-blocks", "9", "more"], ["more"]),
+        (["--num-blocks"], ["--num-blocks"]),
+        (["--num-blocks", "9", "--model", "qwen3-next"], ["did you mean qwen3-next-80b-a3b?"]),
+        (["--num-blocks", "9", "--model", "lama-3.1-8b"], ["did you mean llama-3.1-8b"]),
+        (["--num-blocks", "9", "--model", "abacus"], ["built in are llama-2-7b"]),
+        (["--num-blocks", "9", "--model", "a\n\x1b[2Jb"], ["a\\n\\x1b[2Jb"]),
+        (["--num-blocks", "9", "--model", "x" * 200 + ".json"], [".json"]),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(arguments: list[str], words: list[str]) -> None:
@@ -191,6 +206,83 @@ def test_a_word_instead_of_a_number(run_kvcatch: RunKvcatch) -> None:
     assert done.returncode == 2
     assert "--num-blocks" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="devices of Linux")
+def test_a_file_without_an_end_is_read_to_a_limit(run_kvcatch: RunKvcatch) -> None:
+    """Its size is 0, so that a check of the size lets it pass."""
+    done = run_kvcatch("plan", "--model", "/dev/zero", "--num-blocks", 9)
+    assert done.returncode == 2
+    assert done.stderr == "kvcatch: /dev/zero: more than 16 MiB are no model config\n"
+    lengths = ("plan", "--model", "qwen3-8b", "--num-blocks", 9, "--lengths", "/dev/zero")
+    assert run_kvcatch(*lengths).stderr == (
+        "kvcatch: /dev/zero:1: a line of 4096 characters or more\n"
+    )
+    advice = ("advise", "/dev/zero", "--engine", "vllm@0.32", "--num-blocks", 9)
+    assert run_kvcatch(*advice).stderr == (
+        "kvcatch: /dev/zero: has bytes of value 0: not a text file\n"
+    )
+    assert run_kvcatch("admit", "--from", "/dev/zero").stderr == (
+        "kvcatch: --from /dev/zero: more than 64 MiB\n"
+    )
+    done = run_kvcatch("plan", "--model", "/proc/self/mem", "--num-blocks", 9)
+    assert done.stderr == "kvcatch: /proc/self/mem: Input/output error\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="devices of Linux")
+@pytest.mark.parametrize(
+    "arguments", [("plan", "--help"), ("plan", "--model", "llama-3.1-8b", "--gpu", "h200")]
+)
+def test_output_that_cannot_be_written(
+    kvcatch_command: list[str], arguments: tuple[str, ...]
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*kvcatch_command, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "No space left on device" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+def test_a_closed_stdout_is_no_traceback(kvcatch_command: list[str]) -> None:
+    command = " ".join([*kvcatch_command, "plan --model llama-3.1-8b --gpu h200 >&-"])
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not JSON: Expecting value (line 1, column 1)"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"model_type": "llama", "head_dim": 64, "head_dim": 128}', "'head_dim' is there twice"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "a number of 5000 digits"),
+        ('{"vocab_size": NaN}', "NaN is not a number of JSON"),
+        ("\udcff", "not UTF-8 text"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_json(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    done = CliRunner().invoke(app, ["plan", "--model", str(path), "--num-blocks", "9"])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"kvcatch: {path}: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert words in done.stderr
+
+
+def test_explain_holds_the_inputs(run_kvcatch: RunKvcatch) -> None:
+    """gpt-oss: a window of 128 beside full layers, two steps of 8192 tokens in flight."""
+    done = run_kvcatch("plan", "--model", "gpt-oss-120b", "--gpu", "h200", "--explain", "--json")
+    explained = {item["name"]: item for item in json.loads(done.stdout)["explain"]}
+    assert explained["blocks_per_request"]["numbers"] == (
+        "ceil(min(128 - 1 + 16384, 131072) / 16) + 1 + ceil(ceil(131072 / 1) / 16) = 1033 + 8192"
+    )
+    numbers = explained["non_kv_bytes"]["numbers"]
+    assert eval(numbers, {"__builtins__": {}}) == explained["non_kv_bytes"]["value"]
 
 
 def test_a_broken_config(run_kvcatch: RunKvcatch, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,8 +27,6 @@ from kvcatch.sweep import (
 from kvcatch.workload import ReplaySettings, Workload, generate, replay
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from conftest import RunKvcatch
 
 SMALL = Grid(num_blocks=(1200, 2000), laws=("full_prompt", "worst_case"), watermarks=(0.0, 0.05))
@@ -181,6 +180,16 @@ class TestCommand:
             (("--csv", "/nowhere/x.csv"), "/nowhere"),
             (("--trace", "/nowhere/x.csv"), "/nowhere"),
             (("--requests", "0"), "--requests 0"),
+            (("--requests", "many"), "--requests = 'many': not a whole number"),
+            (("--workload", ""), "--workload ''"),
+            (("--num-blocks", ""), "an empty value"),
+            (("--policy", ""), "an empty value"),
+            (("--law", "worst_case", "--watermark", "0,0.1"), "worst_case has none"),
+            (
+                ("--law", "worst_case,estimate", "--watermark", "0.1"),
+                "worst_case and estimate have none",
+            ),
+            (("--block-siz", "8"), "--block-siz"),
         ],
     )
     def test_bad_input_is_one_line(self, arguments: tuple[str, ...], word: str) -> None:
@@ -189,6 +198,49 @@ class TestCommand:
         assert done.stdout == ""
         assert len(done.stderr.splitlines()) == 1
         assert word in done.stderr
+
+    @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+    def test_no_worker_outlives_a_parent_that_is_killed(
+        self, kvcatch_command: list[str], end: signal.Signals
+    ) -> None:
+        marks = ",".join(str(i / 100) for i in range(60))
+        process = subprocess.Popen(
+            [*kvcatch_command, "sweep", "--requests", "1000", "--num-blocks", "2000",
+             "--watermark", marks, "--workers", "2", "--json"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        assert process.stderr is not None
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        if not children.exists():
+            process.kill()
+            pytest.skip("no /proc to look into")
+        process.stderr.readline()
+        workers = [
+            pid for pid in children.read_text().split()
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]  # fmt: skip
+        assert len(workers) == 2
+        process.send_signal(end)
+        process.wait(timeout=30)
+        process.stderr.close()
+        for _ in range(200):
+            alive = [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+            if not alive:
+                break
+            time.sleep(0.1)
+        assert not alive
+
+    def test_a_csv_that_cannot_be_written_loses_no_row(self, run_kvcatch: RunKvcatch) -> None:
+        done = run_kvcatch(*self.ARGUMENTS, "--json", "--csv", "/dev/full")
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == ["kvcatch: /dev/full: No space left on device"]
+        assert len(json.loads(done.stdout)["rows"]) == 4
+
+    def test_a_law_without_a_watermark_is_named(self, run_kvcatch: RunKvcatch) -> None:
+        done = run_kvcatch(*self.ARGUMENTS, "--watermark", "0,0.02")
+        assert "worst_case: no watermark, so replayed without one" in done.stdout
 
     @pytest.mark.slow
     def test_ctrl_c_keeps_what_is_done(self, kvcatch_command: list[str], tmp_path: Path) -> None:
@@ -203,9 +255,11 @@ class TestCommand:
             start_new_session=True,
         )  # fmt: skip
         assert process.stderr is not None
-        # The first line of progress comes after 5 s, with rows done.
-        line = process.stderr.readline()
-        assert "replays in" in line
+        # Progress comes after 2 s and then every 5: the first that has rows done.
+        for line in process.stderr:
+            assert " of 60 replays, " in line
+            if not line.startswith("kvcatch: 0 of"):
+                break
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=60)
         assert process.returncode == 130

@@ -268,7 +268,7 @@ def watermark(replays: Replays) -> Advice | NotAdvised:
         f"{deployment.watermark:g}",
         replays.today,
         tried,
-        "fewer preemptions for no noticeable steps",
+        "fewer preemptions, in about as many steps",
         {"preemptions_today": replays.today.preemptions},
     )
 

@@ -127,6 +127,8 @@ def read_traffic(path: Path, requests: int | None = None, seed: int = 0) -> Traf
     """
     with path.open("rb") as file:
         start = file.read(4096).decode("utf-8", errors="replace")
+    if "\0" in start:
+        raise TraceError(f"{path}: has bytes of value 0: not a text file")
     first = start.lstrip("\ufeff \r\n").partition("\n")[0]
     if first.startswith("#") or _SAMPLE.match(first) or re.match(r"[\w:]+(\{.*\})? \S+$", first):
         if path.stat().st_size > MAX_SCRAPE_BYTES:

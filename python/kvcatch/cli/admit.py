@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from itertools import groupby
 from pathlib import Path  # noqa: TC003
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvcatch.cli.common import app, make_console, one_line_errors
+from kvcatch.cli.common import app, make_console, one_line_errors, read_text
 from kvcatch.errors import InvalidArgument
 from kvcatch.laws import LAWS, State, find_law, null_blocks
 from kvcatch.laws.ask import Question, parse_requests, parse_running, read_question
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvcatch.laws import Decision
+
+MAX_JSON_BYTES = 64 * 2**20
+"""A larger question is refused."""
 
 MAX_GROUPS = 40
 """Rows of the table; --json has every request."""
@@ -131,7 +133,10 @@ def admit(
         if read is not None:
             if given or request or running_request or used is not None or free is not None:
                 raise InvalidArgument("--from excludes the flags that describe state and queue")
-            question = read_question(_text(read), parsed, law)
+            try:
+                question = read_question(read_text(read, MAX_JSON_BYTES), parsed, law)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"--from {read}: {error}") from None
         else:
             nulls = 0 if parsed is None else null_blocks(parsed)
             given["free"] = _free(num_blocks, nulls, used, free, cached or 0)
@@ -145,19 +150,14 @@ def admit(
             _show(question, decisions)
 
 
-def _text(path: Path) -> str:
-    try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path}: not UTF-8 text ({error.reason})") from None
-
-
 def _free(
     num_blocks: int | None, nulls: int, used: int | None, free: int | None, cached: int
 ) -> int:
     """Clean blocks: as given, or what is neither used nor cached; without a word all of them."""
     if num_blocks is None:
         raise InvalidArgument("give --num-blocks, or --from")
+    if num_blocks < 1:
+        raise InvalidArgument(f"num_blocks = {num_blocks}: must be 1 or more")
     if used is not None and free is not None:
         raise InvalidArgument("--used and --free exclude each other")
     if free is not None:
@@ -179,7 +179,7 @@ def _show(question: Question, decisions: Sequence[Decision]) -> None:
     owner = str(question.engine) if question.engine else law.engine
     console.print(f"law {law.name} ({owner}, {law.source})")
     console.print(f"  enters iff {law.text}")
-    reserved = state.reserved or 0
+    reserved = question.reserved
     console.print(
         f"{state.unclaimed - reserved:,} of {state.num_blocks:,} blocks of {state.block_size} "
         f"tokens available = free {state.free:,} + cached {state.cached:,} - pinned "

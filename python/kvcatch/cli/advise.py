@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path  # noqa: TC003
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,7 @@ from rich.table import Table
 
 from kvcatch.advice import Advice, Deployment, Effect, advise, read_traffic
 from kvcatch.advice.traffic import SAMPLED_REQUESTS
-from kvcatch.cli.common import app, fail, make_console, one_line_errors
+from kvcatch.cli.common import Ticker, app, fail, make_console, one_line_errors
 from kvcatch.errors import InvalidArgument
 from kvcatch.laws import find_law, settings_of
 from kvcatch.ledger.engines import Engine
@@ -116,7 +115,10 @@ def advise_command(
             kv_bytes_per_token,
         )
         try:
-            counsel = advise(deployment, read_traffic(traffic, requests, seed), _progress())
+            with Ticker() as ticker:
+                ticker.say(f"reading {traffic}")
+                found = read_traffic(traffic, requests, seed)
+                counsel = advise(deployment, found, lambda what: ticker.say(f"replaying {what}"))
         except KeyboardInterrupt:
             fail("interrupted: no advice was given", 130)
         for note in counsel.traffic.workload.notes:
@@ -125,19 +127,6 @@ def advise_command(
             print(json.dumps(counsel.to_dict(), indent=2, allow_nan=False))  # noqa: T201
         else:
             _show(counsel)
-
-
-def _progress() -> Callable[[str], None]:
-    """Says every few seconds what is being replayed."""
-    last = time.monotonic()
-
-    def say(what: str) -> None:
-        nonlocal last
-        if time.monotonic() - last > 3:
-            last = time.monotonic()
-            print(f"kvcatch: replaying {what}", file=sys.stderr, flush=True)  # noqa: T201
-
-    return say
 
 
 def _show(counsel: Counsel) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-import time
 from pathlib import Path  # noqa: TC003
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +14,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvcatch.cli.bench import load_workload
-from kvcatch.cli.common import app, fail, make_console, one_line_errors
+from kvcatch.cli.common import Ticker, app, fail, make_console, one_line_errors
 from kvcatch.errors import InvalidArgument
-from kvcatch.laws import OWN_LAWS
+from kvcatch.laws import LAWS, OWN_LAWS
 from kvcatch.sweep import Grid, Row, SweepResult, sweep, sweep_on_ray
 from kvcatch.workload.generators import WORKLOADS
 from kvcatch.workload.replay import Order, ReplaySettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-DONE_EVERY_SECONDS = 5.0
 
 MAX_SHOWN = 60
 """Rows of the table; --json and --csv have all of them."""
@@ -110,8 +108,10 @@ def sweep_command(
     """
     with one_line_errors():
         grid = Grid(
-            num_blocks=_whole("--num-blocks", num_blocks or ("" if kv_tokens else "8192")),
-            kv_tokens=_whole("--kv-tokens", kv_tokens or ""),
+            num_blocks=_whole(
+                "--num-blocks", "8192" if num_blocks is None and kv_tokens is None else num_blocks
+            ),
+            kv_tokens=_whole("--kv-tokens", kv_tokens),
             block_sizes=_whole("--block-size", block_size),
             policies=_names("--policy", policy),
             laws=_names("--law", law),
@@ -122,10 +122,14 @@ def sweep_command(
                 order=Order.parse(order), token_budget=token_budget, max_tokens=max_tokens
             ),
         )
+        if workload == "":
+            raise InvalidArgument(f"--workload '': there are {', '.join(WORKLOADS)}")
         if csv is not None and not csv.parent.is_dir():
             raise InvalidArgument(f"--csv {csv}: there is no folder {csv.parent}")
         if csv is not None and csv.is_dir():
             raise InvalidArgument(f"--csv {csv}: is a folder")
+        if csv is not None and not os.access(csv if csv.exists() else csv.parent, os.W_OK):
+            raise InvalidArgument(f"--csv {csv}: may not be written")
         if (ray or ray_address is not None) and workers is not None:
             raise InvalidArgument("--workers and --ray exclude each other")
         try:
@@ -138,19 +142,26 @@ def sweep_command(
         rows = sweep_on_ray(work, grid, ray_address) if on_ray else sweep(work, grid, workers)
         done, stopped = _collect(rows, len(grid.points()))
         result = SweepResult.sorted(work, grid, done)
-        if csv is not None and done:
-            csv.write_text(result.to_csv(), encoding="utf-8")
-            print(f"kvcatch: {len(done)} rows written to {csv}", file=sys.stderr)  # noqa: T201
         if as_json:
             print(json.dumps(result.to_dict(), indent=2, allow_nan=False))  # noqa: T201
         elif done:
             _show(result)
+        if csv is not None and done:
+            _write(csv, result.to_csv())
+            print(f"kvcatch: {len(done)} rows written to {csv}", file=sys.stderr)  # noqa: T201
         if stopped:
             fail(f"interrupted: {len(done)} of {len(grid.points())} replays done", 130)
 
 
-def _parts(name: str, text: str) -> list[str]:
-    if not text:
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def _parts(name: str, text: str | None) -> list[str]:
+    if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
@@ -158,7 +169,7 @@ def _parts(name: str, text: str) -> list[str]:
     return parts
 
 
-def _whole(name: str, text: str) -> tuple[int, ...]:
+def _whole(name: str, text: str | None) -> tuple[int, ...]:
     values = []
     for part in _parts(name, text):
         try:
@@ -192,7 +203,6 @@ def _collect(rows: Iterator[Row], total: int) -> tuple[list[Row], bool]:
     """Every row, with progress on stderr; and whether Ctrl-C cut it short."""
     done: list[Row] = []
     console = make_console(stderr=True)
-    last = begin = time.monotonic()
     bar = (
         Progress(
             TextColumn("replays"),
@@ -205,26 +215,21 @@ def _collect(rows: Iterator[Row], total: int) -> tuple[list[Row], bool]:
         else None
     )
     task = bar.add_task("", total=total) if bar else None
+    ticker = Ticker()
+    ticker.say(f"0 of {total} replays")
     try:
-        if bar:
-            bar.start()
-        for row in rows:
-            done.append(row)
-            if bar is not None and task is not None:
-                bar.update(task, completed=len(done))
-            elif time.monotonic() - last > DONE_EVERY_SECONDS:
-                last = time.monotonic()
-                line = f"kvcatch: {len(done)} of {total} replays in {last - begin:.0f} s"
-                print(line, file=sys.stderr, flush=True)  # noqa: T201
+        with bar or ticker:
+            for row in rows:
+                done.append(row)
+                ticker.say(f"{len(done)} of {total} replays")
+                if bar is not None and task is not None:
+                    bar.update(task, completed=len(done))
     except KeyboardInterrupt:
         # Workers have to be gone before what is done is shown.
         close = getattr(rows, "close", None)
         if close is not None:
             close()
         return done, True
-    finally:
-        if bar:
-            bar.stop()
     return done, False
 
 
@@ -271,6 +276,11 @@ def _show(result: SweepResult) -> None:
         console.print(f"{len(rows) - MAX_SHOWN:,} more rows: --json and --csv have all of them")
     for title, meaning, _ in _FIGURES:
         console.print(f"  {title + ':':<9}{meaning}")
+    bare = [
+        law for law in dict.fromkeys(row.point.law for row in rows) if not LAWS[law].has_watermark
+    ]
+    if bare and any(result.grid.watermarks):
+        console.print(f"{', '.join(bare)}: no watermark, so replayed without one")
     dropped = max(row.never_fits for row in rows)
     if dropped:
         console.print(f"up to {dropped:,} requests do not fit the empty pool and were dropped")

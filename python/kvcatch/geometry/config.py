@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +14,7 @@ from kvcatch.geometry.builtin import BUILT_IN
 from kvcatch.geometry.dtypes import WEIGHT_BYTES
 from kvcatch.geometry.fields import MAX_COUNT, Fields
 from kvcatch.geometry.model import Model
+from kvcatch.geometry.strict_json import parse_json
 from kvcatch.geometry.weights import count_weights
 
 if TYPE_CHECKING:
@@ -128,16 +129,36 @@ def read_model(source: str | Path) -> Model:
     elif not path.exists():
         if path.suffix != ".json" and "\0" not in name and len(path.parts) <= 2:
             raise ConfigError(
-                f"model {name}: neither a file nor a folder, nor built in; built in are {', '.join(BUILT_IN)}"
+                f"model {name}: neither a file nor a folder, nor built in; {_instead(name.lower())}"
             )
         raise ConfigError(f"model {name}: no such file or folder")
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: {path.stat().st_size} bytes are no model config")
+    content = _content(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
+        data = parse_json(content)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return read_config(data, str(path))
+
+
+def _content(path: Path) -> bytes:
+    """The file's bytes; a device such as /dev/zero has a size of 0 and no end, so it is read to a limit."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: more than {MAX_FILE_BYTES >> 20} MiB are no model config")
+    return content
+
+
+def _instead(name: str) -> str:
+    """Built-in names that an unknown one may have meant; all of them where none is near."""
+    close = [known for known in BUILT_IN if known.startswith(name) or name.startswith(known)]
+    close = close or difflib.get_close_matches(name, BUILT_IN, 3)
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"built in are {', '.join(BUILT_IN)}"
 
 
 def read_config(data: object, name: str) -> Model:
@@ -223,7 +244,7 @@ def _dtype(fields: Fields, whole: Fields) -> str:
             if text not in WEIGHT_BYTES:
                 part.reject(name, f"unknown type; known are {', '.join(WEIGHT_BYTES)}")
             return "float16" if WEIGHT_BYTES[text] == 4 else text
-    raise ConfigError(f"{fields.where}: no torch_dtype in the config")
+    raise ConfigError(f"{fields.where}: no torch_dtype in the config; add one, such as bfloat16")
 
 
 _LENGTHS = (

@@ -137,6 +137,17 @@ class Group:
             return printed
         return min(printed, ceil_div(num_tokens, self.block_size))
 
+    def numbers(self, num_tokens: int, demand: Demand) -> str:
+        """``formula`` with its inputs filled in."""
+        size, reach, flying = self.block_size, self.reach, demand.in_flight_tokens
+        if self.kind is Kind.STATE:
+            return str(demand.state_blocks)
+        if self.kind is Kind.SLIDING_WINDOW:
+            return f"ceil(min({reach} - 1 + {flying}, {num_tokens}) / {size}) + 1"
+        if self.kind is Kind.CHUNKED_LOCAL:
+            return f"ceil(min({reach} + {flying}, {num_tokens}) / {size})"
+        return f"ceil(ceil({num_tokens} / {demand.dcp}) / {size})"
+
     def formula(self) -> str:
         """How ``printed_blocks`` counts, in words of its inputs."""
         if self.kind is Kind.STATE:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcatch.errors import InvalidArgument
+from kvcatch.geometry.strict_json import parse_json
 from kvcatch.laws.engines import find_law, null_blocks, settings_of
+from kvcatch.laws.own import promised_blocks
 from kvcatch.laws.queue import admit
 from kvcatch.laws.state import QueuedRequest, RunningRequest, State
 
@@ -24,8 +25,8 @@ _T = TypeVar("_T")
 MAX_REQUESTS = 100_000
 """Most requests of one queue."""
 
-_REQUEST = re.compile(r"(\d{1,15})(?::(\d{1,15}))?(?:[x*](\d{1,9}))?")
-_RUNNING = re.compile(r"(\d{1,15})(?::(\d{1,15})(?::(\d{1,15}))?)?(?:[x*](\d{1,9}))?")
+_REQUEST = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15}))?(?:[x*]([0-9]{1,9}))?")
+_RUNNING = re.compile(r"([0-9]{1,15})(?::([0-9]{1,15})(?::([0-9]{1,15}))?)?(?:[x*]([0-9]{1,9}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,13 @@ class Question:
                 + (" (vLLM has it from 0.24.0 on)" if self.engine.is_vllm else "")
             )
 
+    @property
+    def reserved(self) -> int:
+        """Blocks promised to those that run: as given, or as this law counts them from ``running``."""
+        if self.law.name in ("worst_case", "guaranteed_no_evict"):
+            return promised_blocks(self.state, self.law.name)
+        return self.state.reserved or 0
+
     def answer(self) -> list[Decision]:
         """One decision per request, in order."""
         return admit(self.law, self.state, self.queue)
@@ -78,8 +86,8 @@ class Question:
                 "free_blocks": state.free,
                 "cached_blocks": state.cached,
                 "pinned_blocks": state.pinned,
-                "reserved_blocks": state.reserved,
-                "available_blocks": state.unclaimed - (state.reserved or 0),
+                "reserved_blocks": self.reserved,
+                "available_blocks": state.unclaimed - self.reserved,
                 "watermark_blocks": state.watermark_blocks,
                 "running": state.count_running,
                 "max_num_seqs": state.max_num_seqs,
@@ -150,9 +158,9 @@ def read_question(text: str, engine: Engine | None, law: str | None) -> Question
         InvalidArgument: It is not JSON, a field is unknown or missing, or a value is impossible.
     """
     try:
-        data = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"not JSON: {error}") from None
+        data = parse_json(text)
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
     if not isinstance(data, dict):
         raise InvalidArgument("must be a JSON object with state and queue")
     for name in data:
@@ -174,10 +182,6 @@ def read_question(text: str, engine: Engine | None, law: str | None) -> Question
 
 
 _KINDS = {dict: "object", list: "list"}
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _extend(items: list[_T], item: _T, count: object, where: str) -> None:

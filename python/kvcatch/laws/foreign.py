@@ -23,7 +23,7 @@ from kvcatch.laws.gates import (
     refuse,
     tokens_left,
 )
-from kvcatch.laws.own import ESTIMATE_CLIP, expected_growth, first_blocks, outstanding
+from kvcatch.laws.own import ESTIMATE_CLIP, expected_growth, first_blocks, promised_blocks
 from kvcatch.laws.state import blocks_for
 
 if TYPE_CHECKING:
@@ -200,9 +200,7 @@ def guaranteed_no_evict(state: State, request: QueuedRequest, step: Step = NO_ST
     output = output_limit(state, request, "guaranteed_no_evict")
     total = request.prompt_tokens + output
     required = own_blocks(state, request, total)
-    reserved = state.reserved
-    if reserved is None:
-        reserved = outstanding(state, state.running, "guaranteed_no_evict")
+    reserved = promised_blocks(state, "guaranteed_no_evict")
     chunk = chunk_tokens(state, request, step)
     takes = first_blocks(state, request, chunk)
     return compare(

@@ -90,9 +90,7 @@ def worst_case(state: State, request: QueuedRequest, step: Step = NO_STEP) -> De
     required = own_blocks(state, request, total)
     chunk = chunk_tokens(state, request, step)
     takes = first_blocks(state, request, chunk)
-    reserved = state.reserved
-    if reserved is None:
-        reserved = outstanding(state, state.running, "worst_case")
+    reserved = promised_blocks(state, "worst_case")
     return compare(
         state,
         request,
@@ -145,6 +143,13 @@ def available(state: State, step: Step) -> int:
 def first_blocks(state: State, request: QueuedRequest, chunk: int) -> int:
     """Blocks handed out for what is computed or found already and the first chunk."""
     return own_blocks(state, request, max(request.hit_tokens, request.computed_tokens) + chunk)
+
+
+def promised_blocks(state: State, law: str) -> int:
+    """Blocks promised to those that run under a law that reserves: as given, or what they still need."""
+    if state.reserved is not None:
+        return state.reserved
+    return outstanding(state, state.running, law)
 
 
 def outstanding(state: State, running: Iterable[RunningRequest], law: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from kvcatch.errors import InvalidArgument
 
@@ -54,6 +54,7 @@ class _FromDict:
     """Reads a frozen record from JSON, refusing names it does not have."""
 
     __slots__ = ()
+    _title: ClassVar[str]
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -63,18 +64,18 @@ class _FromDict:
             InvalidArgument: A name is unknown or missing, or a value is impossible.
         """
         if not isinstance(data, dict):
-            raise InvalidArgument(f"{cls.__name__}: {data!r:.60} is not a JSON object")
+            raise InvalidArgument(f"{cls._title}: {data!r:.60} is not a JSON object")
         known = {item.name for item in fields(cls) if item.init}  # type: ignore[arg-type]
         for name in data:
             if name not in known:
                 raise InvalidArgument(
-                    f"{cls.__name__}: unknown field {name!r}; there are {', '.join(sorted(known))}"
+                    f"{cls._title}: unknown field {name!r}; there are {', '.join(sorted(known))}"
                 )
         try:
             return cls(**data)
         except TypeError as error:
             missing = str(error).partition("argument")[2].partition(":")[2].strip()
-            raise InvalidArgument(f"{cls.__name__}: missing {missing or error}") from None
+            raise InvalidArgument(f"{cls._title}: missing {missing or error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ class RunningRequest(_FromDict):
         computed_tokens: Tokens whose K and V are computed; None for all it has so far.
         held_blocks: Blocks it holds; None for as many as its computed tokens need.
     """
+
+    _title: ClassVar[str] = "running request"
 
     prompt_tokens: int
     generated: int = 0
@@ -149,6 +152,8 @@ class QueuedRequest(_FromDict):
             when it can.
         name: How to call it in what is printed.
     """
+
+    _title: ClassVar[str] = "request of the queue"
 
     prompt_tokens: int
     max_tokens: int | None = None
@@ -229,6 +234,8 @@ class State(_FromDict):
         largest_run: Longest run of blocks that may be handed out; given only where K and V of a
             request must be contiguous.
     """
+
+    _title: ClassVar[str] = "state"
 
     num_blocks: int
     block_size: int

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 from kvcatch.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
+    from typing import TextIO
 
 __all__ = ["LengthDistribution", "prefill_steps"]
 
 MAX_LENGTH = 2**40
 MAX_ROWS = 5_000_000
+MAX_LINE = 4096
+"""Characters of a row; a longer one, and a device without an end, is no CSV of lengths."""
 
 
 def prefill_steps(prompt_tokens: int, max_num_batched_tokens: int) -> int:
@@ -33,6 +36,15 @@ def prefill_steps(prompt_tokens: int, max_num_batched_tokens: int) -> int:
         if value < 1:
             raise InvalidArgument(f"{name} = {value}: must be 1 or more")
     return -(-prompt_tokens // max_num_batched_tokens)
+
+
+def _lines(path: Path, file: TextIO) -> Iterator[str]:
+    number = 0
+    while line := file.readline(MAX_LINE):
+        number += 1
+        if len(line) == MAX_LINE:
+            raise InvalidArgument(f"{path}:{number}: a line of {MAX_LINE} characters or more")
+        yield line
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ class LengthDistribution:
         """
         pairs = []
         with path.open(newline="", encoding="utf-8", errors="replace") as file:
-            for number, row in enumerate(csv.reader(file), 1):
+            for number, row in enumerate(csv.reader(_lines(path, file)), 1):
                 if number > MAX_ROWS:
                     raise InvalidArgument(f"{path}: more than {MAX_ROWS} rows")
                 cells = [cell.strip() for cell in row]

@@ -37,6 +37,7 @@ class Memory:
         non_kv_from: Whether they were given or estimated.
         kv_bytes: What is left for the KV cache.
         formula: How ``kv_bytes`` follows.
+        non_kv_numbers: How an estimated ``non_kv`` came about, with its inputs; else empty.
     """
 
     gpu: Gpu
@@ -47,6 +48,7 @@ class Memory:
     non_kv_from: Origin
     kv_bytes: int
     formula: str
+    non_kv_numbers: str = ""
 
 
 def rank_memory(
@@ -99,10 +101,10 @@ def rank_memory(
             )
         weights_from = "estimated"
         weights = model.weights.rank_bytes(geometry.ranks[stage].layers, geometry.parallel.tp)
-    non_kv, non_kv_from = non_kv_bytes, "given"
+    non_kv, non_kv_from, how = non_kv_bytes, "given", ""
     if non_kv is None:
         non_kv_from = "estimated"
-        non_kv = _estimate(geometry, batched_tokens)
+        non_kv, how = _estimate(geometry, batched_tokens)
     share = int(gpu.num_bytes * utilization)
     if engine.name == "trtllm":
         left = int((gpu.num_bytes - weights - non_kv) * utilization)
@@ -128,10 +130,11 @@ def rank_memory(
         "given" if non_kv_from == "given" else "estimated",
         left,
         formula,
+        how,
     )
 
 
-def _estimate(geometry: Geometry, batched_tokens: int) -> int:
+def _estimate(geometry: Geometry, batched_tokens: int) -> tuple[int, str]:
     """Activations of the largest step, logits, and a fixed part.
 
     A rule of thumb: eight hidden vectors and two of the MLP's inner ones per token in 16 bits, float32
@@ -142,6 +145,11 @@ def _estimate(geometry: Geometry, batched_tokens: int) -> int:
         raise InvalidArgument(
             f"{geometry.model.name}: its activations cannot be estimated from the config; give --non-kv"
         )
-    per_token = (8 * counted.hidden + 2 * counted.inner // geometry.parallel.tp) * 2
-    logits = ESTIMATE_SEQS * counted.vocab // geometry.parallel.tp * 4 * 2
-    return FIXED_NON_KV + batched_tokens * per_token + logits
+    tp = geometry.parallel.tp
+    per_token = (8 * counted.hidden + 2 * counted.inner // tp) * 2
+    logits = ESTIMATE_SEQS * counted.vocab // tp * 4 * 2
+    numbers = (
+        f"{FIXED_NON_KV} + {batched_tokens} * (8 * {counted.hidden} + 2 * {counted.inner} // {tp}) * 2 "
+        f"+ {ESTIMATE_SEQS} * {counted.vocab} // {tp} * 8"
+    )
+    return FIXED_NON_KV + batched_tokens * per_token + logits, numbers

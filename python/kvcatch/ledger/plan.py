@@ -265,9 +265,15 @@ def _check_unused(pool: Pool) -> None:
             if size is not None:
                 require_count(name, size, MAX_BYTES, 0)
         return
-    for name in ("utilization", "weights_bytes", "non_kv_bytes"):
+    for name, called in (
+        ("utilization", "memory_utilization"),
+        ("weights_bytes", "weights"),
+        ("non_kv_bytes", "non_kv"),
+    ):
         if getattr(pool, name) is not None:
-            raise InvalidArgument(f"{name} = {getattr(pool, name)}: only a plan from --gpu uses it")
+            raise InvalidArgument(
+                f"{called} = {getattr(pool, name)}: only a plan from --gpu uses it"
+            )
 
 
 def _rank(geometry: Geometry, stage: int, tp_rank: int | None, size: int) -> RankLedger:

@@ -122,7 +122,18 @@ def _pool_figures(ledger: Ledger) -> list[Figure]:
                     where,
                 ),
                 Figure(
-                    "non_kv_bytes", memory.non_kv, "bytes", memory.non_kv_from, _non_kv(rank), where
+                    "non_kv_bytes",
+                    memory.non_kv,
+                    "bytes",
+                    memory.non_kv_from
+                    + (
+                        ""
+                        if memory.non_kv_from == "given"
+                        else ": 1 GiB + step tokens * (8 hidden + 2 inner / tp) * 2 "
+                        "+ 256 * vocabulary / tp * 8"
+                    ),
+                    _non_kv(rank),
+                    where,
                 ),
                 Figure(
                     "kv_bytes",
@@ -187,7 +198,16 @@ def _non_kv(rank: RankLedger) -> str:
     assert rank.memory is not None
     if rank.memory.non_kv_from == "given":
         return "as given"
-    return "1 GiB + step tokens * (8 hidden + 2 inner) * 2 + 256 * vocabulary * 8"
+    return rank.memory.non_kv_numbers
+
+
+def _group_numbers(ledger: Ledger, length: int) -> str:
+    """Each group's blocks with the inputs filled in; groups alike are counted."""
+    geometry = ledger.geometry
+    counted = Counter(group.numbers(length, geometry.demand) for group in geometry.groups)
+    return " + ".join(
+        f"{count} * ({text})" if count > 1 else text for text, count in counted.items()
+    )
 
 
 def _request_figures(ledger: Ledger) -> list[Figure]:
@@ -204,7 +224,7 @@ def _request_figures(ledger: Ledger) -> list[Figure]:
             "blocks",
             "sum over groups: "
             + "; ".join(dict.fromkeys(group.formula() for group in geometry.groups)),
-            " + ".join(map(str, by_group)) + f" at length {length}",
+            _group_numbers(ledger, length) + " = " + " + ".join(map(str, by_group)),
         ),
         Figure(
             "max_concurrency",

@@ -284,7 +284,7 @@ class TestHybridCapacity:
         ledger = plan(
             Model.uniform(60, 16, 128),
             Pool(num_blocks=2337),
-            engine="tgi",
+            engine="trtllm",
             block_size=16,
             max_model_len=262_144,
         )
