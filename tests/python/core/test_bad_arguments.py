@@ -870,7 +870,7 @@ def test_wrong_signatures() -> None:
         lambda: kit.pool.block_tables([kit.a]),
         kit.pool.free,
         kit.pool.evict,
-        lambda: kit.plan.apply(1),
+        lambda: kit.plan.apply(1, 2, 3),
     ):
         with pytest.raises(TypeError):
             call()
