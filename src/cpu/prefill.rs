@@ -1,7 +1,7 @@
 //! Causal attention of the last tokens of each sequence over its blocks.
 //!
 //! An item is (sequence, kv head, a tile of query tokens): all query heads of the group are rows of one matrix. Keys
-//! are taken [`STEP`] positions at a time (cut at multiples of it), widened and transposed once, so that a tile of
+//! are taken `STEP` positions at a time (cut at multiples of it), widened and transposed once, so that a tile of
 //! logits is a product of small matrices held in registers; so is the output. A row's result depends on its own keys
 //! alone, not on which chunk, tile or thread it was computed in.
 

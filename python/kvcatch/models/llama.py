@@ -89,13 +89,16 @@ class _Linear:
 
 
 class _Layer:
-    def __init__(self, weights: LayerWeights, device: str, precision: Precision) -> None:
-        torch = need("torch")
-        dtype = getattr(torch, precision.weights)
-        self.attention_norm = weights.attention_norm.to(device, dtype)
-        self.mlp_norm = weights.mlp_norm.to(device, dtype)
+    """One layer's weights as the model computes with them: rounded to its format, held in ``dtype``."""
+
+    def __init__(
+        self, weights: LayerWeights, device: str, precision: Precision, dtype: Any
+    ) -> None:
+        rounded = getattr(need("torch"), precision.weights)
+        self.attention_norm = weights.attention_norm.to(device, rounded).to(dtype)
+        self.mlp_norm = weights.mlp_norm.to(device, rounded).to(dtype)
         self.qkv, self.attention_out, self.gate_up, self.down = (
-            _Linear(weight.to(device, dtype), precision)
+            _Linear(weight.to(device, rounded).to(dtype), precision)
             for weight in (weights.qkv, weights.attention_out, weights.gate_up, weights.down)
         )
 
@@ -133,10 +136,13 @@ class LlamaModel:
                 _expect("head", weights.head, vocab, hidden)
                 head = weights.head.to(device, self.dtype)
             self._head = _Linear(head, precision)
-            self._layers = []
+            self._layers: list[_Layer] = []
+            self._wide_layers: list[_Layer] = []
             for index, layer in enumerate(weights.layers):
                 _expect_layer(index, layer, config)
-                self._layers.append(_Layer(layer, device, precision))
+                self._layers.append(_Layer(layer, device, precision, self.dtype))
+                if precision.wide_rows:
+                    self._wide_layers.append(_Layer(layer, device, precision, torch.float32))
             if len(self._layers) != config.num_layers:
                 raise InvalidArgument(
                     f"{len(self._layers)} layers of weights: must be {config.num_layers}"
@@ -167,10 +173,13 @@ class LlamaModel:
         """
         torch = self._torch
         with torch.inference_mode():
-            cos, sin = self._rotations(step.positions)
-            hidden = self._embedding[step.input_ids]
-            last = len(self._layers) - 1
-            for index, layer in enumerate(self._layers):
+            layers, dtype = self._layers, self.dtype
+            if self._wide_layers and step.input_ids.shape[0] >= self.precision.wide_rows:
+                layers, dtype = self._wide_layers, torch.float32
+            cos, sin = self._rotations(step.positions, dtype)
+            hidden = self._embedding[step.input_ids].to(dtype)
+            last = len(layers) - 1
+            for index, layer in enumerate(layers):
                 rows = self._norm_rows(hidden, layer.attention_norm)
                 attended = self._attend(index, layer.qkv(rows), cos, sin, step, cache, backend)
                 if index == last:  # only what is asked for goes on
@@ -178,7 +187,8 @@ class LlamaModel:
                 hidden = hidden + layer.attention_out(attended)
                 rows = self._norm_rows(hidden, layer.mlp_norm)
                 gate, up = layer.gate_up(rows).chunk(2, dim=-1)
-                hidden = hidden + layer.down(torch.nn.functional.silu(gate) * up)
+                hidden = hidden + layer.down(torch.nn.functional.silu(gate).mul_(up))
+            hidden = hidden.to(self.dtype)
             return self._head(self._norm_rows(hidden, self._norm)).float()
 
     def _attend(
@@ -196,12 +206,15 @@ class LlamaModel:
         heads = qkv.view(-1, num_q + 2 * num_kv, config.head_dim)
         turning = heads[:, : num_q + num_kv]
         turned = torch.addcmul(turning * cos, turning.roll(config.head_dim // 2, -1), sin)
-        wide = self.dtype
+        kept = self.dtype
         if cache.layout.dtype != "float8_e4m3":
-            wide = getattr(torch, cache.layout.dtype)
-        key, value = turned[:, num_q:].to(wide), heads[:, num_q + num_kv :].to(wide)
+            kept = getattr(torch, cache.layout.dtype)
+        # Contiguous, as the backends' shortest path takes them.
+        query, key, value = (
+            part.to(kept).contiguous()
+            for part in (turned[:, :num_q], turned[:, num_q:], heads[:, num_q + num_kv :])
+        )
         backend.write_kv(cache, index, key, value, step.slot_mapping)
-        query = turned[:, :num_q].to(wide).contiguous()
         out = torch.empty_like(query)
         num_decode = 0
         if step.decode is not None:
@@ -228,16 +241,16 @@ class LlamaModel:
                 scale=self._scale,
                 out=out[num_decode:],
             )
-        return out.view(-1, num_q * config.head_dim).to(self.dtype)
+        return out.view(-1, num_q * config.head_dim).to(qkv.dtype)
 
-    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotations(self, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
         """Cosine, and sine with the sign of the half it is for: [tokens, 1, head_dim]."""
         torch = self._torch
         angles = positions[:, None].float() * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         return (
-            torch.cat((cos, cos), -1)[:, None].to(self.dtype),
-            torch.cat((-sin, sin), -1)[:, None].to(self.dtype),
+            torch.cat((cos, cos), -1)[:, None].to(dtype),
+            torch.cat((-sin, sin), -1)[:, None].to(dtype),
         )
 
     def _norm_rows(self, rows: Tensor, weight: Tensor) -> Tensor:
