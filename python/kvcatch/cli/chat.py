@@ -68,6 +68,7 @@ def chat_command(
             block_size=block_size,
             max_model_len=max_model_len,
             num_threads=num_threads,
+            max_num_seqs=1,
         )
         notes = make_console(stderr=True)
         messages = [] if system is None else [{"role": "system", "content": system}]

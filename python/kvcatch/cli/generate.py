@@ -82,6 +82,8 @@ def generate_command(
             block_size=block_size,
             max_model_len=max_model_len,
             num_threads=num_threads,
+            # A pool for no more than these: zeroing 1 GiB takes longer than loading the model.
+            max_num_seqs=n,
         )
         tokenizer = built.loaded.tokenizer
         tokens = (

@@ -157,8 +157,10 @@ def sample(
 def _likeliest(logits: torch.Tensor) -> list[int]:
     """The first of the likeliest tokens of each row."""
     if logits.is_cpu:  # numpy's is vectorised: 1.8 ms against 0.3 for 32 rows of 49,152
-        return logits.numpy().argmax(axis=-1).tolist()  # type: ignore[no-any-return]
-    return logits.argmax(dim=-1).tolist()  # type: ignore[no-any-return]
+        likeliest: list[int] = logits.numpy().argmax(axis=-1).tolist()
+    else:
+        likeliest = logits.argmax(dim=-1).tolist()
+    return likeliest
 
 
 def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:

@@ -36,7 +36,9 @@ WITHOUT_AMX = CPU("GenuineIntel", frozenset({"avx512f", "avx512_bf16"}))
 def test_weights_by_processor(cpu: CPU, weights: str) -> None:
     chosen = choose_precision(cpu=cpu)
     assert chosen.weights == weights
-    assert str(chosen).startswith(f"{weights} weights, {chosen.matmul} matmul (")
+    wide = ", float32 from 32 rows" if cpu is WITHOUT_AMX else ""
+    assert str(chosen).startswith(f"{weights} weights{wide}, {chosen.matmul} matmul (")
+    assert choose_precision(requested="bfloat16", cpu=cpu).wide_rows == 0
     assert choose_precision(requested="float32", cpu=cpu).weights == "float32"
     assert choose_precision(requested="bfloat16", cpu=cpu).weights == "bfloat16"
 
@@ -76,7 +78,8 @@ print(set_threads(1).late, torch.get_num_threads())
 @pytest.mark.parametrize(
     ("arguments", "env", "said", "threads", "policy"),
     [
-        ((), {}, "OMP_WAIT_POLICY=PASSIVE", None, "PASSIVE"),
+        ((), {}, "OMP_WAIT_POLICY=PASSIVE, GOMP_SPINCOUNT=4000", None, "PASSIVE"),
+        ((), {"GOMP_SPINCOUNT": "7"}, "PASSIVE, GOMP_SPINCOUNT=7", None, "PASSIVE"),
         ((1,), {"OMP_NUM_THREADS": "2"}, "1 threads", 1, "PASSIVE"),
         ((), {"OMP_NUM_THREADS": "1"}, "1 threads", 1, "PASSIVE"),
         ((), {"OMP_WAIT_POLICY": "ACTIVE"}, "OMP_WAIT_POLICY=ACTIVE", None, "ACTIVE"),
@@ -85,7 +88,7 @@ print(set_threads(1).late, torch.get_num_threads())
 def test_threads_are_set_before_torch_loads(
     arguments: tuple[int, ...], env: dict[str, str], said: str, threads: int | None, policy: str
 ) -> None:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
     done = subprocess.run(
         [sys.executable, "-c", BEFORE_TORCH, *map(str, arguments)],
         env={**clean, **env},
@@ -95,6 +98,7 @@ def test_threads_are_set_before_torch_loads(
     )
     first, seen, late = done.stdout.splitlines()
     assert said in first
+    assert ("GOMP_SPINCOUNT" in first) == ("OMP_WAIT_POLICY" not in env)
     assert seen == f"{threads or available_cpus()} {policy}"
     assert late == "True 1"
 

@@ -145,6 +145,20 @@ def test_bfloat16_agrees_with_float32(goldens: Goldens, reload: Reload) -> None:
     assert TOLERANCE < goldens.difference(runs) < 3.0
 
 
+def test_wide_rows_only_round_less(goldens: Goldens, reload: Reload) -> None:
+    """Prompts in float32 over bfloat16 weights: nearer to float32 than all in bfloat16, and not the same."""
+    found, agreeing = [], []
+    for wide_rows in (0, 1):
+        model = reload(precision=Precision("bfloat16", "packed", "a test", wide_rows))
+        runs = generate(model, TorchBackend(), goldens.prompts, 1, kv_dtype="bfloat16")
+        found.append(goldens.difference(runs))
+        first = np.array([run.logits[0].argmax() for run in runs])
+        agreeing.append((first == goldens.tokens[:, 0]).mean())
+    narrow, wide = found
+    assert TOLERANCE < wide < narrow
+    assert agreeing[1] >= 0.95
+
+
 REAL_ORDER = weights.halves_first
 
 
@@ -179,7 +193,7 @@ def test_loader_faults_are_caught(
         model._scale = fault["scale"]
     if "shift" in fault:
         rotations = model._rotations
-        model._rotations = lambda positions: rotations(positions + fault["shift"])  # type: ignore[method-assign]
+        model._rotations = lambda at, dtype: rotations(at + fault["shift"], dtype)  # type: ignore[method-assign]
     rows = slice(0, 20, 5)
     runs = generate(model, TorchBackend(), goldens.prompts[rows], 1)
     found = goldens.difference(runs, rows)
