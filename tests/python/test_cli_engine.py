@@ -158,7 +158,7 @@ def test_generate_stops(run_kvcatch: RunKvcatch, tiny_folder: Path, llm: LLM) ->
         (("--precision", "float12"), "float12"),
         (("--kv-dtype", "int1"), "int1"),
         (("--num-threads", 0), "0"),
-        (("--n", 33), "n 33 > max_num_seqs 32"),
+        (("--n", 129), "n = 129: must be a whole number from 1 to 128"),
     ],
 )
 def test_generate_refuses_bad_options_in_one_line(

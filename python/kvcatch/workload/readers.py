@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 2**27
 """A longer prompt or output (tokens) is taken for a damaged line."""
+MAX_LINE_BYTES = 2**26
+"""A longer line is taken for a file that is no trace: a device without an end would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,14 @@ class Line:
 def lines(path: Path) -> Iterator[Line]:
     """The file's lines that are not blank."""
     with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+        for number in count(1):
+            raw = file.readline(MAX_LINE_BYTES + 1)
+            if not raw:
+                return
+            if len(raw) > MAX_LINE_BYTES:
+                raise TraceError(
+                    f"{path}:{number}: longer than {MAX_LINE_BYTES} bytes: not a trace"
+                )
             ended = raw.endswith(b"\n")
             try:
                 text = raw.decode("utf-8").rstrip("\r\n")

@@ -34,6 +34,8 @@ def rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[Line, dict[str, s
             for column in columns:
                 if column not in header:
                     line.fail("header", line.text, f"column {column!r} is missing")
+                if header.count(column) > 1:
+                    line.fail("header", line.text, f"column {column!r} stands there twice")
             continue
         if len(cells) != len(header) or (line.is_cut and not cells[-1].strip()):
             if line.is_cut and len(cells) <= len(header):

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvcatch.errors import TraceError
 from kvcatch.workload import read_trace
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BURSTGPT_HEADER = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
 BURSTGPT_ROWS = [
@@ -227,6 +225,24 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_a_header_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no complete request"):
         read_trace(write(tmp_path / "x.csv", TestAzure.HEADER))
+
+
+def test_a_column_that_stands_there_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.csv", "prompt_tokens,output_tokens,prompt_tokens", "5,6,7")
+    with pytest.raises(
+        TraceError, match=r"x\.csv:1: header = .*'prompt_tokens' stands there twice"
+    ):
+        read_trace(path)
+
+
+def test_a_file_without_line_ends_is_read_no_further_than_a_line_may_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcatch.workload.readers.MAX_LINE_BYTES", 4096)
+    device = Path("/dev/zero")
+    path = device if device.exists() else write(tmp_path / "x.csv", "0" * 5000)
+    with pytest.raises(TraceError, match="longer than 4096 bytes: not a trace"):
+        read_trace(path)
 
 
 def test_binary_data_is_refused(tmp_path: Path) -> None:
