@@ -56,6 +56,11 @@ class Suite:
         return not self.failed and not self.broken
 
 
+def cpus() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def stream(
     command: list[str], env: Mapping[str, str] | None = None, hide: str = ""
 ) -> tuple[int, list[str]]:
@@ -98,12 +103,22 @@ def run_rust(_: argparse.Namespace) -> Suite:
     return suite
 
 
-def run_pytest(name: str, folder: str, *options: str) -> Suite:
-    """One pytest run; names and reasons of skipped tests come from its JUnit report."""
+def run_pytest(name: str, folder: str, *options: str, workers: int = 1) -> Suite:
+    """One pytest run; names and reasons of skipped tests come from its JUnit report.
+
+    With several workers each takes whole files, and torch one thread: the spinning threads of one worker would take
+    the other's time.
+    """
     suite = Suite(name)
     report = TARGET / f"pytest-{name}.xml"
     report.unlink(missing_ok=True)
-    status, _ = stream([sys.executable, "-m", "pytest", folder, f"--junitxml={report}", *options])
+    env = {}
+    if workers > 1:
+        options = (*options, "--numprocesses", str(workers), "--dist", "loadfile")
+        env["OMP_NUM_THREADS"] = "1"
+    status, _ = stream(
+        [sys.executable, "-m", "pytest", folder, f"--junitxml={report}", *options], env
+    )
     if not report.exists():
         suite.broken = f"pytest exited {status}"
         return suite
@@ -123,14 +138,15 @@ def run_pytest(name: str, folder: str, *options: str) -> Suite:
     return suite
 
 
-def run_python(_: argparse.Namespace) -> Suite:
+def run_python(options: argparse.Namespace) -> Suite:
     """The package, and the core through its boundary."""
-    return run_pytest("python", "tests/python")
+    return run_pytest("python", "tests/python", workers=options.workers)
 
 
 def run_kernels(options: argparse.Namespace) -> Suite:
     """The CUDA kernels emulated, their sanitizer runs on small shapes, and the compile budget."""
-    return run_pytest("kernels", "tests/cuda_host", *([] if options.slow else ["-m", "not slow"]))
+    chosen = [] if options.slow else ["-m", "not slow"]
+    return run_pytest("kernels", "tests/cuda_host", *chosen, workers=options.workers)
 
 
 def run_gpu(_: argparse.Namespace) -> Suite:
@@ -231,6 +247,12 @@ def main() -> int:
     seconds = int(os.environ.get("FUZZ_SECONDS", "10"))
     parser.add_argument(
         "--fuzz-seconds", type=int, default=seconds, help="for each fuzz target (%(default)s)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=cpus(),
+        help="processes of the suites python and kernels (%(default)s)",
     )
     parser.add_argument("--slow", action="store_true", help="every kernel variant and shape, too")
     options = parser.parse_args()
