@@ -6,6 +6,8 @@ series of the real one; bodies are built here, so that nothing but this file is 
 
 from __future__ import annotations
 
+import gzip
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -99,6 +101,24 @@ class TestParse:
         parser = pytest.importorskip("prometheus_client.parser")
         text = megabyte()
         benchmark(lambda: list(parser.text_string_to_metric_families(text)))
+
+
+@pytest.mark.benchmark(group="an hour at 1 s, raw bodies")
+def test_raw_hour(benchmark: BenchmarkFixture, tmp_path: Path) -> None:
+    path = tmp_path / "hour.jsonl.gz"
+    with gzip.open(path, "wt", compresslevel=1) as file:
+        for at in range(3600):
+            file.write(json.dumps({"t": float(at), "text": body(at)}) + "\n")
+    told: list[int] = []
+
+    def run() -> str:
+        recording = read_recording(path, told.append)
+        return diagnose(recording.samples, names=recording.names).worst.gate
+
+    assert benchmark.pedantic(run, rounds=1) == "healthy"
+    assert len(told) >= 70, "progress is told all along"
+    if benchmark.stats is not None:
+        assert benchmark.stats["median"] <= 15.0
 
 
 @pytest.mark.benchmark(group="an hour at 1 s")

@@ -29,6 +29,8 @@ pub struct Request {
     pub after: Option<BlockId>,
     /// All blocks must form one run, directly behind `after` if that is given.
     pub contiguous: bool,
+    /// The caller will not grow behind these blocks: no room is kept there, and nothing is evicted early for them.
+    pub fixed: bool,
 }
 
 /// Blocks that may be handed out.
@@ -41,6 +43,11 @@ pub struct FreeBlocks {
     candidates: usize,
     evictions: u64,
     nominated: Vec<BlockId>,
+    /// When a block became a candidate, in nominations; of no meaning for others.
+    since: Vec<u64>,
+    nominations: u64,
+    /// Whether the placement may ask for more candidates than it needs.
+    early: bool,
 }
 
 impl FreeBlocks {
@@ -65,6 +72,9 @@ impl FreeBlocks {
             candidates: 0,
             evictions: 0,
             nominated: Vec::new(),
+            since: vec![0; num_blocks],
+            nominations: 0,
+            early: true,
         })
     }
 
@@ -275,7 +285,7 @@ impl FreeBlocks {
             return self.take_exactly(start, n, out, evicted);
         }
         let at = out.len();
-        let hint = Hint { after: request.after, left: self.len() - n };
+        let hint = Hint { after: request.after, left: self.len() - n, fixed: request.fixed };
         self.choose(n, hint, out);
         let (mut clean, mut lost) = (0, evicted.len());
         for &id in &out[at..] {
@@ -299,8 +309,8 @@ impl FreeBlocks {
 
     fn choose(&mut self, n: usize, hint: Hint, out: &mut Vec<BlockId>) {
         if self.placement.mixes_victims() {
-            let wanted = n + self.placement.slack(n, hint.left);
-            self.nominate(wanted);
+            let slack = if hint.fixed || !self.early { 0 } else { self.placement.slack(n, hint.left) };
+            self.nominate(n, n + slack);
             self.placement.take(n, hint, out);
         } else {
             let clean = n.min(self.placement.len());
@@ -315,16 +325,20 @@ impl FreeBlocks {
         }
     }
 
-    /// Victims become candidates until the placement can choose among `wanted` blocks.
-    fn nominate(&mut self, wanted: usize) {
+    /// Victims become candidates until the placement can choose among `wanted` blocks; those beyond `needed` only
+    /// where nobody watches or retains them.
+    fn nominate(&mut self, needed: usize, wanted: usize) {
         if self.placement.len() >= wanted {
             return;
         }
         let mut nominated = std::mem::take(&mut self.nominated);
         nominated.clear();
-        for _ in self.placement.len()..wanted {
-            let Some(id) = self.eviction.pop() else { break };
+        for have in self.placement.len()..wanted {
+            let victim = if have < needed { self.eviction.pop() } else { self.eviction.pop_early() };
+            let Some(id) = victim else { break };
             self.place[id.index()] = Place::Candidate;
+            self.since[id.index()] = self.nominations;
+            self.nominations += 1;
             nominated.push(id);
         }
         // At once, so that a sequence's runs are merged as runs.
@@ -420,11 +434,7 @@ impl FreeBlocks {
     /// Makes up to `n` cached blocks clean, next victims first; they are appended to `evicted`.
     pub fn evict(&mut self, n: usize, evicted: &mut Vec<BlockId>) {
         let at = evicted.len();
-        if self.candidates > 0 {
-            let place = &self.place;
-            let candidates = self.placement.order().into_iter().filter(|id| place[id.index()] == Place::Candidate);
-            evicted.extend(candidates.take(n));
-        }
+        evicted.extend(self.candidates_by_age().into_iter().take(n));
         for &id in &evicted[at..] {
             self.candidates -= 1;
             self.place[id.index()] = Place::Clean;
@@ -483,6 +493,7 @@ impl FreeBlocks {
             }
         }
         self.eviction.remap(from, to);
+        self.since[to.index()] = self.since[from.index()];
         self.place[to.index()] = place;
         self.place[from.index()] = Place::Clean;
         Ok(())
@@ -507,6 +518,32 @@ impl FreeBlocks {
         let evictable = self.place[id.index()] == Place::Cached;
         self.eviction.retain(id, priority, until, evictable);
         Ok(())
+    }
+
+    /// Somebody still wants this cached block: until it is hit or handed out it is evicted in its turn, never early.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] when the block is not cached, or a candidate already.
+    pub fn watch(&mut self, id: BlockId) -> Result<()> {
+        if self.place_of(id)? != Place::Cached {
+            return Err(Error::invalid("block", id, "is not cached"));
+        }
+        self.eviction.watch(id);
+        Ok(())
+    }
+
+    /// Whether cached blocks may be evicted before they are needed, so that there are runs to choose from (the
+    /// default). If not, hand-out follows the eviction order to the block.
+    pub fn set_early(&mut self, early: bool) {
+        self.early = early;
+    }
+
+    /// The content of all cached blocks is void: they become clean.
+    pub fn clear(&mut self) {
+        let mut cleared = Vec::new();
+        let evictions = self.evictions;
+        self.evict(usize::MAX, &mut cleared);
+        self.evictions = evictions;
     }
 
     /// Whether the clock matters to anything retained.
@@ -535,12 +572,25 @@ impl FreeBlocks {
         Ok(self.eviction.set_next_use(id, next_use))
     }
 
-    /// Ids in hand-out order as things stand: clean blocks, then candidates, then cached ones, next victim first.
+    /// Candidates, first nominated first.
+    fn candidates_by_age(&self) -> Vec<BlockId> {
+        if self.candidates == 0 {
+            return Vec::new();
+        }
+        let mut candidates = self.placement.order();
+        candidates.retain(|id| self.place[id.index()] == Place::Candidate);
+        candidates.sort_unstable_by_key(|id| self.since[id.index()]);
+        candidates
+    }
+
+    /// Ids in hand-out order as things stand: clean blocks, then cached ones, next victim first.
     #[must_use]
     pub fn order(&self) -> Vec<BlockId> {
-        let held = self.placement.order();
-        let place = |want: Place| held.iter().copied().filter(move |id| self.place[id.index()] == want);
-        place(Place::Clean).chain(place(Place::Candidate)).chain(self.eviction.order()).collect()
+        let mut order = self.placement.order();
+        order.retain(|id| self.place[id.index()] == Place::Clean);
+        order.extend(self.candidates_by_age());
+        order.extend(self.eviction.order());
+        order
     }
 
     /// Checks that placement, eviction and the places of all blocks agree.

@@ -466,7 +466,7 @@ impl BlockPool {
         let at = blocks.len();
         let mut evicted = std::mem::take(&mut self.scratch.evicted);
         evicted.clear();
-        let taken = self.free.take(n, Request { after, contiguous: false }, blocks, &mut evicted);
+        let taken = self.free.take(n, Request { after, ..Request::default() }, blocks, &mut evicted);
         self.after_hand_out(&blocks[at..], evicted);
         taken
     }

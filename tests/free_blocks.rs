@@ -275,7 +275,7 @@ impl Machine {
         };
         // What stands in the buffers stays there.
         let (mut out, mut evicted) = (vec![BlockId(7)], vec![BlockId(9)]);
-        let request = Request { after: after.map(BlockId), contiguous };
+        let request = Request { after: after.map(BlockId), contiguous, fixed: false };
         let taken = self.free.take(n, request, &mut out, &mut evicted);
         let served = self.agree(predicted, taken);
         assert_eq!((out.remove(0), evicted.remove(0)), (BlockId(7), BlockId(9)));
@@ -673,7 +673,7 @@ proptest! {
                     let ids = vllm.popleft_n(n);
                     let after = table.last().copied().map(BlockId);
                     let (mut out, mut evicted) = (Vec::new(), Vec::new());
-                    free.take(n, Request { after, contiguous: false }, &mut out, &mut evicted).unwrap();
+                    free.take(n, Request { after, ..Request::default() }, &mut out, &mut evicted).unwrap();
                     prop_assert_eq!(out.iter().map(|id| id.0).collect::<Vec<_>>(), ids.clone());
                     let lost: Vec<u32> = ids.iter().copied().filter(|id| cached.remove(id)).collect();
                     prop_assert_eq!(evicted.iter().map(|id| id.0).collect::<Vec<_>>(), lost);

@@ -125,7 +125,7 @@ impl Machine {
     fn take(&mut self, n: usize, after: Option<u32>) {
         let n = n.min(self.free.len());
         let mut out = vec![BlockId(u32::MAX)];
-        let hint = Hint { after: after.map(BlockId), left: self.free.len() - n };
+        let hint = Hint { after: after.map(BlockId), left: self.free.len() - n, fixed: false };
         self.placement.take(n, hint, &mut out);
         assert_eq!(out[0], BlockId(u32::MAX), "what stood in `out` before is touched");
         let taken = &out[1..];
@@ -258,7 +258,7 @@ fn full(name: &str, bound: u32) -> Box<dyn Placement> {
 fn take(placement: &mut dyn Placement, n: usize, after: Option<BlockId>) -> Vec<BlockId> {
     let mut out = Vec::new();
     let left = placement.len() - n;
-    placement.take(n, Hint { after, left }, &mut out);
+    placement.take(n, Hint { after, left, fixed: false }, &mut out);
     placement.validate().unwrap();
     out
 }

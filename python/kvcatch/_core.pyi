@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as _Seq
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ _Salt: TypeAlias = "str | bytes | int | None"
 
 __all__ = [
     "BlockPool",
+    "BlockQueue",
     "CompactionPlan",
     "CpuLayout",
     "FreeBlocks",
@@ -210,6 +211,63 @@ class FreeBlocks:
     def __iter__(self) -> Iterator[int]:
         """Ids in hand-out order as things stand: clean blocks, then cached ones, next victim first."""
     def validate(self) -> None: ...
+
+class BlockQueue:
+    """``FreeBlocks`` behind the interface of vLLM's ``FreeKVCacheBlockQueue``, on the engine's block objects.
+
+    ``blocks[i].block_id`` must be ``i``; all are in the queue at first. Blocks given back by ``append`` and
+    ``append_n`` are cached ones, the first to be evicted first; by ``prepend_n``, or without ``_block_hash``
+    where the engine never prepends, they have no content.
+    """
+
+    def __new__(
+        cls,
+        blocks: list[Any],
+        *,
+        placement: str = "bitmap",
+        eviction: str = "lru",
+        seed: int = 0,
+        prepends: bool = True,
+    ) -> Self: ...
+    @property
+    def num_free_blocks(self) -> int: ...
+    @property
+    def num_clean(self) -> int: ...
+    @property
+    def num_evictions(self) -> int: ...
+    @property
+    def placement(self) -> str: ...
+    @property
+    def eviction(self) -> str: ...
+    @property
+    def growing(self) -> int | None:
+        """Who asks next: ``None`` nobody that grows, -1 a new sequence, else one with this last block."""
+    @growing.setter
+    def growing(self, value: int | None) -> None: ...
+    def set_watchers(self, watchers: dict[int, Any]) -> None:
+        """Ids whose content somebody still reads: such a block is evicted in its turn, never early."""
+    def set_early(self, early: bool) -> None:
+        """Whether blocks may be evicted before they are needed (the default), so that there are runs to choose."""
+    def popleft(self) -> Any:
+        """The block that is first in order; ``ValueError`` when there is none."""
+    def popleft_n(self, n: int) -> list[Any]: ...
+    def remove(self, block: Any) -> None:
+        """Take this very block out, because it was hit; ``RuntimeError`` when it is not in the queue."""
+    def append(self, block: Any) -> None: ...
+    def append_n(self, blocks: Iterable[Any]) -> None: ...
+    def prepend_n(self, blocks: Iterable[Any]) -> None: ...
+    def touch(self, blocks: Iterable[Any]) -> None:
+        """Tell the eviction of hits of blocks that are in use."""
+    def retain(self, blocks: Iterable[Any], priority: int, ttl: float | None = None) -> None:
+        """Retain the content of blocks in use or cached: priority 0 to 100 (0 ends it), seconds to live."""
+    def clear(self) -> None:
+        """The content of every block in the queue is void."""
+    def order(self) -> list[int]:
+        """Ids in hand-out order: blocks without content, then cached ones, next victim first."""
+    def get_all_free_blocks(self) -> list[Any]: ...
+    def validate(self) -> None: ...
+    def __len__(self) -> int: ...
+    def __contains__(self, block: Any, /) -> bool: ...
 
 @final
 class BlockPool:

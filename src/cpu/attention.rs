@@ -101,11 +101,19 @@ pub struct Tables {
 }
 
 impl Tables {
-    /// Takes the first blocks of each row of a `[seqs][width]` table: what its tokens need.
+    /// Takes the first blocks of each row of a `[seqs][width]` table: what its tokens need. Position `first_seen(seq,
+    /// len)` is the first that anybody reads; ids of blocks wholly before it may name anything, and are not kept.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`]: a length below 0 or beyond the row, or an id of no block.
-    pub fn new(table: &[i32], width: usize, lens: &[i32], block_size: usize, num_blocks: usize) -> Result<Self> {
+    pub fn new(
+        table: &[i32],
+        width: usize,
+        lens: &[i32],
+        block_size: usize,
+        num_blocks: usize,
+        first_seen: impl Fn(usize, usize) -> usize,
+    ) -> Result<Self> {
         let mut made = Self { ids: Vec::new(), first: vec![0], lens: Vec::with_capacity(lens.len()) };
         for (seq, &len) in lens.iter().enumerate() {
             let most = width.saturating_mul(block_size);
@@ -117,7 +125,10 @@ impl Tables {
                 )
             })?;
             let row = &table[seq * width..(seq + 1) * width];
-            for (position, &id) in row[..tokens.div_ceil(block_size)].iter().enumerate() {
+            let needed = tokens.div_ceil(block_size);
+            let hidden = (first_seen(seq, tokens) / block_size).min(needed);
+            made.ids.resize(made.ids.len() + hidden, 0);
+            for (position, &id) in row[..needed].iter().enumerate().skip(hidden) {
                 let id = u32::try_from(id).ok().filter(|&id| (id as usize) < num_blocks).ok_or_else(|| {
                     let reason = format!("block {position} of sequence {seq} must be within 0..{}", num_blocks - 1);
                     Error::invalid("block_tables", id, reason)

@@ -195,7 +195,7 @@ impl<'a> Pool<'a> {
     /// A pool over `len` bytes at `base`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: too few bytes, or head scales missing, unasked for or of another number.
+    /// [`Error::InvalidArgument`]: another number of bytes, or head scales missing, unasked for or of another number.
     ///
     /// # Safety
     ///
@@ -220,7 +220,7 @@ impl<'a> Pool<'a> {
     /// A pool whose elements are of no interest, only its blocks' bytes.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`]: too few bytes.
+    /// [`Error::InvalidArgument`]: another number of bytes.
     ///
     /// # Safety
     ///
@@ -228,7 +228,7 @@ impl<'a> Pool<'a> {
     #[allow(unsafe_code)]
     pub unsafe fn of_bytes(layout: &'a Layout, base: NonNull<u8>, len: usize) -> Result<Self> {
         let needed = layout.bytes();
-        if len < needed {
+        if len != needed {
             return Err(Error::invalid("pool", len, format!("{needed} bytes are needed")));
         }
         Ok(Self { layout, base, head_scales: None })

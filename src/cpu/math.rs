@@ -50,7 +50,16 @@ pub(super) unsafe fn exp2_one<S: Simd>(x: f32) -> f32 {
     unsafe { S::largest(exp2::<S>(S::splat(x))) }
 }
 
-/// tanh: 1 - 2 / (1 + e^2x), within 2e-7 of it.
+/// Below it tanh is taken by its series: 1 - 2 / (1 + e^2x) would lose all digits of a small x, and a large soft cap
+/// would multiply what was lost.
+const SMALL: f32 = 0.625;
+
+/// (tanh x - x) / x^3 as a polynomial of x^2 for |x| < 0.625 (the coefficients of Cephes' tanhf, by S. Moshier).
+#[allow(clippy::excessive_precision)]
+const TANH: [f32; 5] =
+    [-5.704_988_727_45e-3, 2.063_908_879_54e-2, -5.373_971_555_31e-2, 1.333_144_220_36e-1, -3.333_328_194_22e-1];
+
+/// tanh, within 2e-7 of it relatively.
 ///
 /// # Safety
 ///
@@ -63,7 +72,14 @@ pub(super) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
         let (one, two, top) = (S::splat(1.0), S::splat(2.0), S::splat(126.0));
         let power = S::mul(x, S::splat(2.0 * std::f32::consts::LOG2_E));
         let power = S::select_less(top, power, top, power);
-        S::sub(one, S::div(two, S::add(one, exp2::<S>(power))))
+        let large = S::sub(one, S::div(two, S::add(one, exp2::<S>(power))));
+        let square = S::mul(x, x);
+        let mut p = S::splat(TANH[0]);
+        for &coefficient in &TANH[1..] {
+            p = S::fma(p, square, S::splat(coefficient));
+        }
+        let small = S::fma(S::mul(p, square), x, x);
+        S::select_less(square, S::splat(SMALL * SMALL), small, large)
     }
 }
 

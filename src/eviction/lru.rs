@@ -38,6 +38,10 @@ impl Eviction for Lru {
         self.links.pop_front().map(BlockId)
     }
 
+    fn next(&self) -> Option<BlockId> {
+        self.links.front().map(BlockId)
+    }
+
     fn remove(&mut self, id: BlockId) {
         self.links.remove(id.0);
     }

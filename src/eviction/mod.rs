@@ -43,6 +43,11 @@ pub trait Eviction: Send + std::fmt::Debug {
     /// The next victim. Its content counts as alive until [`Eviction::forget`].
     fn pop(&mut self) -> Option<BlockId>;
 
+    /// What [`Eviction::pop`] would give up.
+    fn next(&self) -> Option<BlockId> {
+        self.order().first().copied()
+    }
+
     /// The block leaves without being a victim: it was hit, pinned or moved.
     fn remove(&mut self, id: BlockId);
 

@@ -8,6 +8,7 @@ use std::collections::{BTreeSet, BinaryHeap};
 use super::Eviction;
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+use crate::placement::BitSet;
 
 /// What is kept of a retained block.
 #[derive(Copy, Clone, Debug, Default)]
@@ -34,6 +35,8 @@ pub struct Retention {
     clock: u64,
     now: u64,
     in_use: bool,
+    /// Evictable blocks that somebody still wants: no early victims.
+    watched: BitSet,
 }
 
 impl Retention {
@@ -49,6 +52,7 @@ impl Retention {
             clock: 0,
             now: 0,
             in_use: false,
+            watched: BitSet::new(num_blocks),
         }
     }
 
@@ -100,6 +104,34 @@ impl Retention {
         }
     }
 
+    /// From now on the block, which must be evictable, is not given up early.
+    pub fn watch(&mut self, id: BlockId) {
+        self.watched.insert(id.0);
+    }
+
+    fn unwatch(&mut self, id: BlockId) {
+        if !self.watched.is_empty() {
+            self.watched.remove(id.0);
+        }
+    }
+
+    /// The next victim, if it may go before its block is needed: nothing retained, and nothing from the first watched
+    /// block on.
+    pub fn pop_early(&mut self) -> Option<BlockId> {
+        if !self.watched.is_empty() {
+            let expired = self.expired.first().map(|&(_, id)| BlockId(id));
+            if expired.or_else(|| self.inner.next()).is_some_and(|id| self.watched.contains(id.0)) {
+                return None;
+            }
+        }
+        if self.in_use
+            && let Some((_, id)) = self.expired.pop_first()
+        {
+            return Some(BlockId(id));
+        }
+        self.inner.pop()
+    }
+
     fn push_kept(&mut self, id: BlockId) -> bool {
         let kept = &mut self.kept[id.index()];
         if kept.priority == 0 {
@@ -144,6 +176,7 @@ impl Eviction for Retention {
     }
 
     fn remove(&mut self, id: BlockId) {
+        self.unwatch(id);
         if !(self.in_use && self.take_kept(id)) {
             self.inner.remove(id);
         }
@@ -154,6 +187,7 @@ impl Eviction for Retention {
     }
 
     fn forget(&mut self, id: BlockId) {
+        self.unwatch(id);
         if self.in_use {
             self.kept[id.index()] = Kept::default();
         }
@@ -161,6 +195,11 @@ impl Eviction for Retention {
     }
 
     fn forget_all(&mut self, ids: &[BlockId]) {
+        if !self.watched.is_empty() {
+            for &id in ids {
+                self.unwatch(id);
+            }
+        }
         if self.in_use {
             for id in ids {
                 self.kept[id.index()] = Kept::default();
@@ -182,6 +221,10 @@ impl Eviction for Retention {
             if self.expired.remove(&(kept.order, from.0)) {
                 self.expired.insert((kept.order, to.0));
             }
+        }
+        if self.watched.contains(from.0) {
+            self.watched.remove(from.0);
+            self.watched.insert(to.0);
         }
         self.inner.remap(from, to);
     }

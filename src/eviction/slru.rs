@@ -395,6 +395,12 @@ impl Eviction for Slru {
         Some(id)
     }
 
+    fn next(&self) -> Option<BlockId> {
+        let chosen = || self.choose(&self.queues.map(|list| list.head), self.now);
+        let victim = if self.victim == NONE { chosen()? } else { self.victim };
+        Some(BlockId(self.segments.get(victim as usize)?.blocks.head))
+    }
+
     fn remove(&mut self, id: BlockId) {
         self.removed = self.take_out(id).map(|(s, segment)| (id, s, segment));
     }

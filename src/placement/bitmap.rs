@@ -285,7 +285,9 @@ impl Placement for Bitmap {
                 self.take_for_prompt(need, room, out);
             }
         }
-        self.leave_room(&out[at..], room);
+        if !hint.fixed {
+            self.leave_room(&out[at..], room);
+        }
     }
 
     fn largest_run(&self) -> usize {

@@ -34,6 +34,8 @@ pub struct Hint {
     pub after: Option<BlockId>,
     /// Blocks that may still be handed out once this request is served, clean and cached.
     pub left: usize,
+    /// The caller will not grow behind these blocks: no room is kept there.
+    pub fixed: bool,
 }
 
 /// Which free block is handed out.

@@ -239,12 +239,14 @@ pub(super) fn cpu_attention<'py>(
     if lens.len() != seqs {
         return Err(invalid_argument(format!("seq_lens has {} entries for {seqs} rows of block_tables", lens.len())));
     }
-    let tables = Tables::new(&table.seen(py), width, &lens, pool.layout.block_size, pool.layout.num_blocks)?;
-    let rules = Rules { scale, window, soft_cap, alibi: floats("alibi_slopes", alibi_slopes, 1)? };
     let starts = match starts {
         Some(starts) => Some(args::integers("query_starts", starts, 0, i64::MAX)?),
         None => None,
     };
+    let first_seen = |seq, len| first_seen(seq, len, starts.as_deref(), window);
+    let (block_size, num_blocks) = (pool.layout.block_size, pool.layout.num_blocks);
+    let tables = Tables::new(&table.seen(py), width, &lens, block_size, num_blocks, first_seen)?;
+    let rules = Rules { scale, window, soft_cap, alibi: floats("alibi_slopes", alibi_slopes, 1)? };
     let (query_rows, out_rows) = (query.rows("query", element)?, out.rows("out", element)?);
     let threads = threads_of(threads, own_threads);
     let pool = pool.pool()?;
@@ -258,6 +260,23 @@ pub(super) fn cpu_attention<'py>(
         }
     })?;
     Ok(())
+}
+
+/// The first position of a sequence that one of its queries sees: those before the window, and all of a sequence
+/// without queries, are never read.
+fn first_seen(seq: usize, len: usize, starts: Option<&[i64]>, window: usize) -> usize {
+    let rows = match starts {
+        None => 1,
+        Some(starts) => match (starts.get(seq), starts.get(seq + 1)) {
+            (Some(start), Some(end)) => usize::try_from(end - start).unwrap_or(0),
+            _ => return 0, // refused later
+        },
+    };
+    match (rows, window) {
+        (0, _) => usize::MAX,
+        (_, 0) => 0,
+        _ => (len + 1).saturating_sub(rows).saturating_sub(window),
+    }
 }
 
 /// `write_kv`.

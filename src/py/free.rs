@@ -97,7 +97,7 @@ impl PyFreeBlocks {
         if let Some(len) = out.as_ref().map(|out| out.shape()[0]).filter(|&len| len < n) {
             return Err(invalid_argument(format!("out has room for {len} ids: must hold n = {n}")));
         }
-        let request = Request { after, contiguous };
+        let request = Request { after, contiguous, fixed: false };
         if let Some(out) = &mut out {
             let items = out.items(py);
             let evicted = self.run(py, |State { free, taken, evicted }| {

@@ -11,6 +11,7 @@ mod handles;
 mod kernels;
 mod pool;
 mod prefix;
+mod queue;
 
 /// Names of all placements.
 #[pyfunction]
@@ -44,6 +45,8 @@ mod _core {
     use super::pool::PyBlockPool;
     #[pymodule_export]
     use super::prefix::{PyMissReport, PyPrefix};
+    #[pymodule_export]
+    use super::queue::PyBlockQueue;
     #[pymodule_export]
     use super::{evictions, placements};
     use pyo3::prelude::*;

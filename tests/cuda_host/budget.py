@@ -97,8 +97,13 @@ def _variants() -> Iterator[Variant]:
         yield from attention_variants(layout(), group)
     for block_size in (32, 64):
         yield from attention_variants(layout(block_size=block_size), 8)
-    for option in ("window", "soft_cap", "alibi", "check_ids"):
+    options = ("window", "soft_cap", "alibi", "check_ids")
+    for option in options:
         yield from attention_variants(layout(), 8, **{option: True})
+    every = attention_variants(
+        layout(64, scale="token", **e4m3), 16, **dict.fromkeys(options, True)
+    )
+    yield from (variant for variant in every if variant.source != "merge")
 
 
 def _quick(variant: Variant) -> bool:

@@ -12,7 +12,13 @@ from cuda_host.build import CUDA, build
 from cuda_host.kernel import ORDERS
 from kvcatch.errors import InvalidArgument, OutOfMemory
 from kvcatch.kernels.cache import KVCache
-from kvcatch.kernels.checks import check_cache, check_moves, check_same_layout
+from kvcatch.kernels.checks import (
+    check_apart,
+    check_cache,
+    check_layout,
+    check_moves,
+    check_same_layout,
+)
 from kvcatch.kernels.device_attention import AttentionLaunches
 from kvcatch.kernels.device_blocks import BlockLaunches
 from kvcatch.kernels.tensors import TensorView, item_bytes, view
@@ -118,7 +124,7 @@ class EmulatedRuntime:
             result = np.empty(shape, like.dtype)
             result.view(np.uint8)[...] = POISON
             return result
-        result = torch.empty(shape, dtype=like.dtype)
+        result = torch.empty(shape, dtype=like.dtype, device=like.device)
         result.view(torch.uint8).fill_(POISON)
         return result
 
@@ -182,7 +188,7 @@ class EmulatedBackend(BlockLaunches, AttentionLaunches):
 
     def allocate_host(self, layout: KVLayout, num_blocks: int) -> KVCache:
         """A zeroed pool, block-major."""
-        layout = replace(layout, order="block")
+        layout = replace(check_layout(layout), order="block")
         buffer = self.runtime.zeros(layout.pool_bytes(num_blocks))
         return KVCache(layout, num_blocks, buffer, pinned=True)
 
@@ -204,6 +210,7 @@ class EmulatedBackend(BlockLaunches, AttentionLaunches):
         check_cache("source", source, self.device)
         check_cache("target", target, self.device)
         check_same_layout(source, target)
+        check_apart(source, target)
         self.copy_blocks(source, target, *check_moves(src, dst, source, target))
         return FinishedTransfer()
 

@@ -90,12 +90,18 @@ def test_a_decode_is_recorded_and_replayed() -> None:
     def decode() -> Any:
         backend.decode_attention(cache, 0, query, tables, lens, scale=0.1, plan=plan, out=out)
 
+    def prefill() -> Any:
+        backend.prefill_attention(cache, 0, query, [0, 1, 2], tables, [64, 50], scale=0.1)
+
     decode()
+    prefill()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         decode()
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(KernelError, match="graph"):
         backend.move_blocks(cache, [0], [1])
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(KernelError, match="graph"):
+        prefill()
     query.normal_()
     graph.replay()
     replayed = out.clone()

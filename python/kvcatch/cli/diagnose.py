@@ -27,7 +27,10 @@ MAX_REPLICAS = 12
 def diagnose(
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="URL|FILE...", help="Endpoints, recordings or vLLM logs."),
+        typer.Argument(
+            metavar="URL|unix:PATH|FILE...",
+            help="Endpoints, sockets of the plugin inside vLLM, recordings or vLLM logs.",
+        ),
     ],
     engine: Annotated[
         str | None, typer.Option(metavar="NAME@VERSION", help="For example vllm@0.32.")
@@ -48,11 +51,16 @@ def diagnose(
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Say what held when, interval by interval.")
     ] = False,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="KVCATCH_TOKEN", help="Shown to every address here.", show_envvar=True),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Say which gate keeps waiting requests out, with evidence, arithmetic and what to change.
 
-    The gate is the one that kept requests waiting for most request-seconds. Exit code 0: healthy; 1: not
+    The gate is the one that kept requests waiting for most request-seconds. Where kvcatch's plugin is
+    inside the engine, the refused request and those who hold the blocks are named. Exit code 0: healthy; 1: not
     healthy, or not enough evidence; 2: bad input.
 
     Example: kvcatch diagnose http://127.0.0.1:8000 --engine vllm@0.32 --engine-args "--max-num-seqs 64"
@@ -62,24 +70,35 @@ def diagnose(
 
         version = None if engine is None else EngineVersion.parse(engine)
         limits = Limits() if engine_args is None else read_engine_args(engine_args)
-        found = _read(sources, window, interval, timeout, quiet=as_json)
+        found = _read(sources, window, interval, timeout, token, quiet=as_json)
         result = _diagnose(found, version, limits)
+        inside = {source.name: source.inside for source in found if source.inside is not None}
         if as_json:
-            print(json.dumps(result.to_dict(timeline=timeline), indent=2, allow_nan=False))  # noqa: T201
+            data = result.to_dict(timeline=timeline)
+            if inside:
+                data["inside"] = inside
+            print(json.dumps(data, indent=2, allow_nan=False))  # noqa: T201
         else:
-            _show(result, with_timeline=timeline)
+            _show(result, inside, with_timeline=timeline)
         raise typer.Exit(0 if result.worst.is_healthy else 1)
 
 
 def _read(
-    sources: list[str], window: float, interval: float, timeout: float, *, quiet: bool
+    sources: list[str],
+    window: float,
+    interval: float,
+    timeout: float,
+    token: str | None,
+    *,
+    quiet: bool,
 ) -> list[Source]:
     from kvcatch.errors import KvcatchError
+    from kvcatch.observe.scrape import is_endpoint
     from kvcatch.observe.source import read_endpoints, read_file
 
     notes = make_console(stderr=True)
-    urls = [source for source in sources if "://" in source]
-    files = [source for source in sources if "://" not in source]
+    urls = [source for source in sources if is_endpoint(source)]
+    files = [source for source in sources if not is_endpoint(source)]
     found: list[Source] = []
     failures: list[str] = []
     for name in files:
@@ -95,7 +114,9 @@ def _read(
         if notes.is_terminal and not quiet:
             notes.print(f"looking for {window:g} s")
         looked = asyncio.run(
-            read_endpoints(urls, window_s=window, interval_s=interval, timeout_s=timeout)
+            read_endpoints(
+                urls, window_s=window, interval_s=interval, timeout_s=timeout, token=token
+            )
         )
         found += [source for source in looked if source.samples]
         failures += [note for source in looked if not source.samples for note in source.notes]
@@ -142,7 +163,7 @@ def _diagnose(found: list[Source], version: EngineVersion | None, limits: Limits
     return merged
 
 
-def _show(result: Diagnosis, *, with_timeline: bool) -> None:
+def _show(result: Diagnosis, inside: dict[str, Any], *, with_timeline: bool) -> None:
     from kvcatch.observe.diagnose import runbook
 
     console, verdict = make_console(), result.worst
@@ -154,6 +175,13 @@ def _show(result: Diagnosis, *, with_timeline: bool) -> None:
         console.print(f"on {who}")
     if verdict.usage_of:
         console.print(f"KV % is of: {verdict.usage_of}")
+    for name, data in inside.items():
+        from kvcatch.cli.inside import print_refused, print_who
+
+        if len(inside) > 1:
+            console.print(name)
+        print_refused(console, data)
+        print_who(console, data)
     if verdict.evidence:
         console.print("evidence")
         for item in verdict.evidence:

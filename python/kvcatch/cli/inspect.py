@@ -1,19 +1,21 @@
-"""``kvcatch inspect``: print what a pool's snapshot holds."""
+"""``kvcatch inspect``: print what a pool's snapshot holds, or what the plugin inside vLLM sees."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from pathlib import Path  # noqa: TC003
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.table import Table
 
-from kvcatch.cli.common import MAX_ROWS, app, make_console, one_line_errors, percent
+from kvcatch.cli.common import MAX_ROWS, app, fail, make_console, one_line_errors, percent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Any
 
     from kvcatch.snapshot import Holding, Snapshot
 
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
 @app.command()
 def inspect(
     snapshot: Annotated[
-        Path, typer.Argument(metavar="SNAPSHOT", help="JSON that pool.snapshot() gave.")
+        str,
+        typer.Argument(
+            metavar="FILE|unix:PATH|URL",
+            help="JSON that pool.snapshot() gave, or the plugin inside vLLM: its socket, port or page.",
+        ),
     ],
     live: Annotated[
         str | None,
@@ -29,18 +35,37 @@ def inspect(
             metavar="OWNER,...", help="Owners that are alive; others that hold blocks are zombies."
         ),
     ] = None,
+    whole: Annotated[
+        bool, typer.Option("--all", help="All requests of a running vLLM, not the largest.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="For a running vLLM to answer.", min=0.1)
+    ] = 5.0,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="KVCATCH_TOKEN", help="Of the plugin's port.", show_envvar=True),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Print what is in a pool's snapshot: who holds what, runs, pages, fragmentation, zombies.
 
-    A snapshot whose numbers cannot be true together is refused with the arithmetic.
+    Of a vLLM with kvcatch's plugin it also prints which request is refused, by which gate, with what
+    arithmetic. A snapshot whose numbers cannot be true together is refused with the arithmetic.
 
     Example: kvcatch inspect snapshot.json --live req-17,req-18
     """
     from kvcatch.snapshot import Snapshot
 
     with one_line_errors():
-        read = Snapshot.read(snapshot)
+        if (inside := _inside(snapshot, timeout, token, is_whole=whole)) is not None:
+            if as_json:
+                print(json.dumps(inside, indent=2, allow_nan=False))  # noqa: T201
+            else:
+                from kvcatch.cli.inside import print_inside
+
+                print_inside(make_console(), inside)
+            return
+        read = Snapshot.read(Path(snapshot))
         owners = (
             None if live is None else [name.strip() for name in live.split(",") if name.strip()]
         )
@@ -48,6 +73,35 @@ def inspect(
             print(json.dumps(read.to_dict(owners), indent=2, allow_nan=False))  # noqa: T201
             return
         _print_snapshot(read, owners)
+
+
+def _inside(
+    source: str, timeout: float, token: str | None, *, is_whole: bool
+) -> dict[str, Any] | None:
+    """What the plugin says, from an address or from a file with its page; None for another file."""
+    if "://" not in source and not source.startswith("unix:"):
+        with Path(source).open("rb") as file:
+            start = file.read(400)
+        if b'"kvcatch.vllm"' not in start:
+            return None
+        from kvcatch.observe.inside import read_inside_file
+
+        return read_inside_file(Path(source))
+    from kvcatch.observe.inside import read_inside
+    from kvcatch.observe.scrape import Scraper, metrics_url, page_url
+
+    endpoint = metrics_url(source)
+
+    async def fetch() -> dict[str, Any]:
+        async with Scraper(timeout_s=timeout, token=token) as scraper:
+            page = await scraper.fetch(
+                page_url(endpoint, "/snapshot" + ("?all=1" if is_whole else ""))
+            )
+        if page.body is None:
+            fail(page.error or f"{endpoint}: no answer", 2)
+        return read_inside(page.body, endpoint)
+
+    return asyncio.run(fetch())
 
 
 def _print_snapshot(read: Snapshot, owners: list[str] | None) -> None:

@@ -16,10 +16,19 @@ if TYPE_CHECKING:
     from kvcatch.observe.record import Recorder
     from kvcatch.observe.scrape import Scraper
 
+INSIDE_S = 10.0
+"""Between two looks at the plugin's page; the metrics are kept at every interval."""
+
 
 @app.command()
 def record(
-    url: Annotated[str, typer.Argument(help="Of the engine, or of its metrics page.")],
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL|unix:PATH",
+            help="Of the engine, of its metrics page, or of the plugin inside it.",
+        ),
+    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="gzip where it ends in .gz.")
     ],
@@ -35,10 +44,15 @@ def record(
     engine: Annotated[
         str | None, typer.Option(metavar="NAME@VERSION", help="Noted in the recording.")
     ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="KVCATCH_TOKEN", help="Of the plugin's port.", show_envvar=True),
+    ] = None,
 ) -> None:
     """Keep an engine's metrics in a compact recording, for diagnose and replay-metrics.
 
-    A scrape that fails is noted in it, and recording goes on.
+    A scrape that fails is noted in it, and recording goes on. From the plugin inside vLLM it also keeps,
+    every ten seconds, who is refused and who holds the blocks.
 
     Example: kvcatch record http://127.0.0.1:8000 -o incident.jsonl.gz --duration 600
     """
@@ -49,7 +63,7 @@ def record(
         if engine is not None:
             EngineVersion.parse(engine)
         endpoint = metrics_url(url)
-        scraper = Scraper(timeout_s=timeout)
+        scraper = Scraper(timeout_s=timeout, token=token)
         rows = asyncio.run(_record(scraper, endpoint, output, duration, interval, engine))
         make_console().print(f"{rows} rows in {output}, {output.stat().st_size:,} bytes")
 
@@ -74,8 +88,11 @@ async def _record(
         start = time.time()
         with Recorder(output, endpoint, start, engine) as recorder:
             recorder.add(0.0, first.body)
+            has_plugin = b"\nkvcatch_vllm_max_num_seqs" in first.body
+            if has_plugin:
+                await _inside(scraper, recorder, endpoint, 0.0)
             try:
-                await _loop(scraper, recorder, endpoint, duration, interval)
+                await _loop(scraper, recorder, endpoint, duration, interval, has_plugin=has_plugin)
             except (KeyboardInterrupt, asyncio.CancelledError):
                 make_console(stderr=True).print("stopped")
             except MetricsError as error:
@@ -83,12 +100,33 @@ async def _record(
             return recorder.rows
 
 
+async def _inside(scraper: Scraper, recorder: Recorder, endpoint: str, at: float) -> None:
+    """Keep what the plugin says; that it did not answer is noted."""
+    from kvcatch.observe.errors import MetricsError
+    from kvcatch.observe.inside import read_inside
+    from kvcatch.observe.scrape import page_url
+
+    page = await scraper.fetch(page_url(endpoint, "/snapshot"))
+    try:
+        if page.body is None:
+            raise MetricsError(page.error or f"{endpoint}: no answer")
+        recorder.inside(at, read_inside(page.body, endpoint))
+    except MetricsError as error:
+        recorder.fail(at, str(error))
+
+
 async def _loop(
-    scraper: Scraper, recorder: Recorder, endpoint: str, duration: float | None, interval: float
+    scraper: Scraper,
+    recorder: Recorder,
+    endpoint: str,
+    duration: float | None,
+    interval: float,
+    *,
+    has_plugin: bool,
 ) -> None:
     from kvcatch.observe.errors import MetricsError
 
-    start, number = time.monotonic(), 0
+    start, number, told = time.monotonic(), 0, 0.0
     while True:
         number += 1
         due = number * interval
@@ -104,6 +142,11 @@ async def _loop(
             recorder.add(at, page.body)
         except MetricsError as error:
             recorder.fail(at, str(error))
+            continue
+        is_last = duration is not None and due + interval > duration
+        if has_plugin and (at - told >= INSIDE_S or is_last):
+            told = at
+            await _inside(scraper, recorder, endpoint, at)
 
 
 @app.command("replay-metrics")

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from kvcatch import BlockPool
-from kvcatch.engine.governor import Governor
+from kvcatch.engine.governor import Governor, QueueFull
 from kvcatch.engine.output import Delta, OutputText, ending
 from kvcatch.engine.request import FinishReason, Request, Status
 from kvcatch.engine.sampling import SamplingParams, sample
 from kvcatch.engine.scheduler import Scheduler
 from kvcatch.errors import InvalidArgument
+from kvcatch.observe.exporter.histogram import RequestHistograms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -61,8 +62,12 @@ class EngineCounters:
         steps: steps that computed something.
         prompt_tokens: prompt tokens computed (recomputed ones count again).
         generated_tokens: tokens sampled.
-        hit_tokens: prompt tokens found in the prefix cache at first admissions.
+        step_tokens: tokens computed, over all steps.
+        looked_up_tokens: prompt tokens looked up in the prefix cache at first admissions.
+        hit_tokens: of those, found.
+        host_hit_tokens: tokens copied back from the host pool instead of computed again.
         finished: branches ended, by reason.
+        rejected: requests refused at the door, by gate; ``queue_full`` where the governor took no more.
         refused_steps: steps in which the head of the queue was refused, by gate.
         compactions: plans applied.
         blocks_moved: by them.
@@ -72,8 +77,12 @@ class EngineCounters:
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    step_tokens: int = 0
+    looked_up_tokens: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    rejected: dict[str, int] = field(default_factory=dict)
     refused_steps: dict[str, int] = field(default_factory=dict)
     compactions: int = 0
     blocks_moved: int = 0
@@ -120,6 +129,7 @@ class Engine:
             governed = Governor(governor, config.num_blocks, config.block_size)
         self.scheduler = Scheduler(config, self.pool, governed)
         self.counters = EngineCounters()
+        self.times = RequestHistograms()
         self.requests: dict[str, Request] = {}
         self._texts: dict[Branch, OutputText] = {}
         self._arrivals = itertools.count()
@@ -179,11 +189,20 @@ class Engine:
             arrived=self.clock(),
         )
         if (refusal := self.scheduler.refusal_at_the_door(request)) is not None:
+            self._count_rejected(refusal.gate)
             raise Rejected(refusal)
-        self.scheduler.check_queue(request)
+        try:
+            self.scheduler.check_queue(request)
+        except QueueFull:
+            self._count_rejected("queue_full")
+            raise
         self.scheduler.add(request)
         self.requests[name] = request
         return request
+
+    def _count_rejected(self, gate: str) -> None:
+        counts = self.counters.rejected
+        counts[gate] = counts.get(gate, 0) + 1
 
     def abort(self, request_id: str) -> list[Delta]:
         """End a request, wherever it is; its blocks are free when this returns."""
@@ -212,6 +231,7 @@ class Engine:
         start = clock()
         self.runner.move(schedule)
         for copy in schedule.swap_in:
+            self.counters.host_hit_tokens += copy.committed
             self.pool.commit(copy.branch.sequence, counts=copy.committed)  # type: ignore[arg-type]
         logits = self.runner.forward(schedule.items, self.pool) if schedule.items else None
         seconds["execute"] += clock() - start
@@ -235,11 +255,14 @@ class Engine:
         for branch in schedule.admitted:
             if branch.request.scheduled is None:
                 branch.request.scheduled = now
+                self.times.queue.add(now - branch.request.arrived)
+                counters.looked_up_tokens += branch.num_prompt * self.config.prefix_cache
                 counters.hit_tokens += branch.computed
         if (refusal := self.scheduler.refusal) is not None:
             counters.refused_steps[refusal.gate] = counters.refused_steps.get(refusal.gate, 0) + 1
         if schedule.items:
             counters.steps += 1
+            counters.step_tokens += schedule.num_tokens
             counters.prompt_tokens += sum(
                 item.count for item in schedule.items if item.start < item.branch.known
             )
@@ -272,7 +295,7 @@ class Engine:
         generators = [self._generator(branch) for branch in branches]
         forbidden = [self._forbidden(branch) for branch in branches]
         tokens, logprobs = sample(logits, params, generators, forbidden)
-        now = self.clock()
+        now, times = self.clock(), self.times
         deltas = []
         for branch, token, found in zip(branches, tokens, logprobs, strict=True):
             branch.tokens.append(token)
@@ -280,6 +303,10 @@ class Engine:
                 branch.logprobs.append(found)
             if branch.request.first_token is None:
                 branch.request.first_token = now
+                times.ttft.add(now - branch.request.arrived)
+            if branch.last_token is not None:
+                times.itl.add(now - branch.last_token)
+            branch.last_token = now
             self.counters.generated_tokens += 1
             deltas.append(self._gained(branch, token))
         return deltas
@@ -316,7 +343,21 @@ class Engine:
         request = branch.request
         if request.is_finished:
             request.finished = self.clock()
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._note_finished(request)
             self.requests.pop(request.id, None)
+
+    def _note_finished(self, request: Request) -> None:
+        """How long a request took and was; of one that was cut off that says nothing."""
+        if request.finished is None or request.first_token is None:
+            return
+        times, longest = self.times, max(branch.num_generated for branch in request.branches)
+        times.e2e.add(request.finished - request.arrived)
+        if longest > 1:
+            times.tpot.add((request.finished - request.first_token) / (longest - 1))
+        times.prompt_tokens.add(len(request.prompt))
+        times.output_tokens.add(sum(branch.num_generated for branch in request.branches))
+        times.asked_tokens.add(request.max_tokens * request.params.n)
 
     def _generator(self, branch: Branch) -> Any:
         params = branch.request.params

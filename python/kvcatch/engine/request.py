@@ -66,6 +66,7 @@ class Branch:
         preemptions: how often it lost its blocks.
         refusal: why it did not enter when it was last looked at.
         passed_over: admissions of requests behind it since it reached the window of the queue.
+        last_token: when it gained its last token, in seconds on the engine's clock.
     """
 
     request: Request
@@ -81,6 +82,7 @@ class Branch:
     preemptions: int = 0
     refusal: Refusal | None = None
     passed_over: int = 0
+    last_token: float | None = None
     finish: FinishReason | None = None
     prefix: Prefix | None = None
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcatch import _core
 from kvcatch.errors import InvalidArgument, InvalidType
 from kvcatch.kernels.checks import (
     check_buffer,
     check_cache,
+    check_cache_scales,
     check_group,
     check_layer,
+    check_lengths,
+    check_result_apart,
     check_window,
 )
 from kvcatch.kernels.tensors import TensorView, expect
@@ -27,7 +30,17 @@ if TYPE_CHECKING:
 
     Ids = NDArray[np.int32]
 
-__all__ = ["AttentionInputs", "Chunks", "check_attention", "check_chunks", "check_tables_hold"]
+__all__ = [
+    "MAGNITUDE",
+    "AttentionInputs",
+    "Chunks",
+    "check_attention",
+    "check_chunks",
+    "check_tables_hold",
+]
+
+MAGNITUDE = 2.0**60
+"""Largest scale and cap, and one over the smallest cap: their products and quotients stay within float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +100,12 @@ def check_attention(
 
     Raises:
         InvalidType: not tensors, or a wrong dtype.
-        InvalidArgument: a shape, device or stride that does not fit, heads that do not divide, a number out of range.
+        InvalidArgument: a shape, device or stride that does not fit, heads that do not divide, a number out of range,
+            an ``out`` that overlaps what is read.
     """
     layout = check_cache("cache", cache, device).layout
-    check_buffer("cache", cache)
+    buffer = check_buffer("cache", cache)
+    check_cache_scales(cache)
     check_layer(layer, layout)
     dtypes = query_dtypes(layout)
     seen = expect(
@@ -120,6 +135,7 @@ def check_attention(
     if out is not None:
         shape = (rows, num_q_heads, layout.head_dim)
         target = expect("out", out, shape=shape, dtype=seen.dtype, device=device, writable=True)
+        check_result_apart("out", target, query=seen, cache=buffer)
     return AttentionInputs(
         seen,
         tables,
@@ -146,8 +162,8 @@ def check_chunks(query_starts: BlockIds, seq_lens: BlockIds, num_rows: int) -> C
         InvalidType: not whole numbers.
         InvalidArgument: rows that are not all covered in order, or more rows than a sequence has tokens.
     """
-    lens = _lengths("seq_lens", seq_lens)
-    starts = _lengths("query_starts", query_starts)
+    lens = check_lengths("seq_lens", seq_lens)
+    starts = check_lengths("query_starts", query_starts)
     if len(starts) != len(lens) + 1:
         raise InvalidArgument(
             f"query_starts has {len(starts)} entries for {len(lens)} sequences: must have one more"
@@ -179,15 +195,18 @@ def check_tables_hold(tables: TensorView, num_seqs: int, longest: int, block_siz
         )
 
 
-def _lengths(name: str, values: BlockIds) -> Ids:
-    """Numbers 0..2^31-1 as int32."""
-    return _core.check_block_ids(name, values, (1 << 31) - 1)
-
-
 def _number(name: str, value: Any, *, positive: bool = False) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    """A number whose size a kernel can work with in float32; a positive one not too near 0 either."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidType(f"{name} must be a number, not {type(value).__name__}")
-    if not math.isfinite(value) or (positive and value <= 0):
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond any float
+        number = math.inf
+    if not math.isfinite(number) or (positive and number <= 0):
         wanted = "positive and finite" if positive else "finite"
-        raise InvalidArgument(f"{name} must be {wanted}, not {value!r}")
-    return float(value)
+        raise InvalidArgument(f"{name} must be {wanted}, not {number!r}")
+    if abs(number) > MAGNITUDE or (positive and number < 1 / MAGNITUDE):
+        wanted = "within 2^-60..2^60" if positive else "within -2^60..2^60"
+        raise InvalidArgument(f"{name} must be {wanted}, not {number!r}")
+    return number

@@ -183,7 +183,10 @@ class Backend(Protocol):
         ``seq_lens`` [seqs] int32 (tokens in the cache, the new one included); ``num_q_heads`` is
         1..16 times the kv heads. Logits are ``scale * q.k``, then ``soft_cap * tanh(logit /
         soft_cap)``, then ``+ slope[head] * (key position - query position)``. ``window`` keeps the
-        last ``window`` tokens. A sequence of length 0 gives zeros. Returns ``out`` [as query].
+        last ``window`` tokens; table entries of blocks wholly before it are not read and may name
+        anything. A sequence of length 0 gives zeros. Returns ``out`` [as query], which must not
+        overlap what is read. ``scale`` lies within -2^60..2^60, ``soft_cap`` within 2^-60..2^60. A
+        device may ask that rows of ``query`` start at multiples of 16 bytes, of ``out`` of 4.
         Without ``plan`` the lengths are read back to make one: give it where waiting matters.
         """
 
@@ -208,7 +211,7 @@ class Backend(Protocol):
 
         ``query`` [tokens, num_q_heads, head_dim]; rows ``query_starts[s]..query_starts[s+1]``
         (host, [seqs+1]) are the last tokens of sequence ``s``, whose keys and values are written
-        already; ``seq_lens`` [seqs] (host) counts them.
+        already; ``seq_lens`` [seqs] (host) counts them. The rest is as in :meth:`decode_attention`.
         """
 
     def synchronise(self) -> None:

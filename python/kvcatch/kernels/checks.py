@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvcatch import _core
 from kvcatch.errors import InvalidArgument, InvalidType
 from kvcatch.kernels.cache import KVCache
-from kvcatch.kernels.layout import ALIGNMENT, is_whole
+from kvcatch.kernels.layout import ALIGNMENT, KVLayout, is_whole
 from kvcatch.kernels.tensors import expect, view
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvcatch.kernels.backend import BlockIds
-    from kvcatch.kernels.layout import KVLayout
     from kvcatch.kernels.tensors import TensorView
 
     Ids = NDArray[np.int32]
@@ -24,12 +23,16 @@ __all__ = [
     "check_apart",
     "check_buffer",
     "check_cache",
+    "check_cache_scales",
     "check_conversion",
     "check_group",
     "check_head_scales",
     "check_ids",
     "check_layer",
+    "check_layout",
+    "check_lengths",
     "check_moves",
+    "check_result_apart",
     "check_same_layout",
     "check_window",
     "check_write",
@@ -41,6 +44,9 @@ WIDE_DTYPES = ("float32", "float16", "bfloat16")
 MAX_GROUP = 16
 """Most query heads per kv head: the rows of one tensor-core tile."""
 
+MAX_TOKENS = 1 << 30
+"""Most tokens of a sequence: the kernels count positions in 32 bits, and look a step ahead."""
+
 
 def check_cache(name: str, cache: Any, device: str) -> KVCache:
     """Refuse what is not a KV cache on ``device``."""
@@ -49,6 +55,23 @@ def check_cache(name: str, cache: Any, device: str) -> KVCache:
     if cache.device != device:
         raise InvalidArgument(f"{name} lies on {cache.device}: must be on {device}")
     return cache
+
+
+def check_layout(layout: Any) -> KVLayout:
+    """Refuse what is not a layout."""
+    if not isinstance(layout, KVLayout):
+        raise InvalidType(f"layout must be a KVLayout, not {type(layout).__name__}")
+    return layout
+
+
+def check_lengths(name: str, values: BlockIds) -> Ids:
+    """Numbers of tokens or rows as int32, each within ``0..2^30``.
+
+    Raises:
+        InvalidType: not integers.
+        InvalidArgument: one is out of range.
+    """
+    return _core.check_block_ids(name, values, MAX_TOKENS + 1)
 
 
 def check_ids(name: str, ids: BlockIds, num_blocks: int) -> Ids:
@@ -104,8 +127,11 @@ def check_group(num_q_heads: int, layout: KVLayout) -> int:
     """Query heads per kv head, 1..16.
 
     Raises:
+        InvalidType: not a whole number.
         InvalidArgument: the heads do not divide, or there are more.
     """
+    if not is_whole(num_q_heads, -MAX_TOKENS, MAX_TOKENS):
+        raise InvalidType(f"num_q_heads must be a whole number of heads, not {num_q_heads!r}")
     group, rest = divmod(num_q_heads, layout.num_kv_heads)
     if rest or not 1 <= group <= MAX_GROUP:
         raise InvalidArgument(
@@ -156,6 +182,20 @@ def check_apart(source: KVCache, target: KVCache) -> None:
         )
 
 
+def check_result_apart(name: str, result: TensorView, **read: TensorView) -> None:
+    """Refuse a result that shares memory with what a kernel reads while it writes: who comes first is nobody's to say.
+
+    Raises:
+        InvalidArgument: it overlaps one of ``read``, which is named.
+    """
+    for other, seen in read.items():
+        if _overlap(result, seen):
+            raise InvalidArgument(
+                f"{name} overlaps {other} in memory ({result.num_bytes} bytes at {result.pointer:#x}): give a tensor"
+                " of its own"
+            )
+
+
 def check_conversion(wide: KVCache, quantised: KVCache) -> None:
     """Refuse to convert between pools unless one is e4m3, the other is not, and their blocks hold the same things.
 
@@ -204,6 +244,22 @@ def check_head_scales(layout: KVLayout, head_scales: Any, device: str) -> None:
     for scale in head_scales.reshape(-1).tolist():
         if not 2.0**-100 <= scale <= 2.0**100:
             raise InvalidArgument(f"head_scales holds {scale}: each must be within 2^-100..2^100")
+
+
+def check_cache_scales(cache: KVCache) -> TensorView | None:
+    """The scales beside a pool where its layout keeps them there; their values were checked when it was made.
+
+    Raises:
+        InvalidType: not a float32 tensor.
+        InvalidArgument: another shape, device or stride.
+    """
+    layout = cache.layout
+    if layout.scale != "head":
+        return None
+    shape = (layout.num_layers, 2, layout.num_kv_heads)
+    return expect(
+        "head_scales", cache.head_scales, shape=shape, dtype="float32", device=cache.device
+    )
 
 
 def check_write(

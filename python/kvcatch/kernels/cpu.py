@@ -24,6 +24,8 @@ from kvcatch.kernels.checks import (
     check_group,
     check_head_scales,
     check_ids,
+    check_layout,
+    check_lengths,
     check_moves,
     check_same_layout,
     check_window,
@@ -32,6 +34,7 @@ from kvcatch.kernels.checks import (
 from kvcatch.kernels.cpu_tensors import (
     array_of,
     dtype_name,
+    empty_like,
     head_scales_of,
     is_vector,
     layout_of,
@@ -143,7 +146,7 @@ class CpuBackend:
             InvalidType: head scales that are no float32 tensor.
             OutOfMemory: there is not so much memory; states the bytes.
         """
-        num_bytes = layout.pool_bytes(num_blocks)
+        num_bytes = check_layout(layout).pool_bytes(num_blocks)
         check_head_scales(layout, head_scales, self.device)
         return KVCache(layout, num_blocks, self._zeros(num_bytes), head_scales, self.device)
 
@@ -154,12 +157,12 @@ class CpuBackend:
             InvalidArgument: a size out of range.
             OutOfMemory: there is not so much memory; states the bytes.
         """
-        host = replace(layout, order="block")
+        host = replace(check_layout(layout), order="block")
         return KVCache(host, num_blocks, self._zeros(host.pool_bytes(num_blocks)))
 
     def _zeros(self, num_bytes: int) -> Tensor:
         try:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as refused:  # how torch reports it
             raise OutOfMemory(f"no memory for a pool of {num_bytes} bytes") from refused
         _core.cpu_advise_huge_pages(buffer.numpy())  # before the first touch
@@ -177,7 +180,7 @@ class CpuBackend:
         self._checked("cache", cache)
         sources, targets = check_moves(src, dst, cache, cache, hazards=True)
         _core.cpu_assign_blocks(
-            cache.buffer.numpy(),
+            numpy_of(cache.buffer),
             layout_of(cache),
             sources,
             targets,
@@ -217,9 +220,9 @@ class CpuBackend:
     def _copy(self, source: KVCache, target: KVCache, src: BlockIds, dst: BlockIds) -> None:
         try:  # the core checks the ids too, in less time
             _core.cpu_copy_blocks(
-                source.buffer.numpy(),
+                numpy_of(source.buffer),
                 layout_of(source),
-                target.buffer.numpy(),
+                numpy_of(target.buffer),
                 layout_of(target),
                 src,
                 dst,
@@ -242,7 +245,7 @@ class CpuBackend:
             self._checked("cache", cache)
         try:
             _core.cpu_write_kv(
-                cache.buffer.numpy(),
+                numpy_of(cache.buffer),
                 layout_of(cache),
                 layer,
                 array_of(key),
@@ -285,9 +288,9 @@ class CpuBackend:
         check_conversion(wide, quantised)
         sources, targets = check_moves(src, dst, source, target)
         _core.cpu_convert_blocks(
-            source.buffer.numpy(),
+            numpy_of(source.buffer),
             layout_of(source),
-            target.buffer.numpy(),
+            numpy_of(target.buffer),
             layout_of(target),
             sources,
             targets,
@@ -302,8 +305,8 @@ class CpuBackend:
         self, layout: KVLayout, seq_lens: BlockIds, num_q_heads: int, window: int | None = None
     ) -> CpuPlan:
         """Say for whom a decode is; see :meth:`~kvcatch.kernels.backend.Backend.plan_decode`."""
-        check_group(num_q_heads, layout)
-        lens = check_ids("seq_lens", seq_lens, (1 << 31) - 1)
+        check_group(num_q_heads, check_layout(layout))
+        lens = check_lengths("seq_lens", seq_lens)
         return CpuPlan(len(lens), num_q_heads, layout, check_window(window))
 
     def decode_attention(
@@ -422,9 +425,9 @@ class CpuBackend:
         starts: Array | None = None,
     ) -> Tensor:
         if out is None:
-            out = torch.empty(query.shape, dtype=query.dtype)
+            out = empty_like(query)
         _core.cpu_attention(
-            cache.buffer.numpy(),
+            numpy_of(cache.buffer),
             layout_of(cache),
             layer,
             array_of(query),

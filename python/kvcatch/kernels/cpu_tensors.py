@@ -13,10 +13,10 @@ import numpy as np
 
 from kvcatch import _core
 from kvcatch.errors import MissingExtra
+from kvcatch.kernels.attention_checks import MAGNITUDE
 from kvcatch.kernels.cache import KVCache
-from kvcatch.kernels.checks import MAX_GROUP
+from kvcatch.kernels.checks import MAX_GROUP, check_cache_scales
 from kvcatch.kernels.layout import ALIGNMENT
-from kvcatch.kernels.tensors import expect
 
 try:
     import torch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "array_of",
     "dtype_name",
+    "empty_like",
     "head_scales_of",
     "is_vector",
     "layout_of",
@@ -85,6 +86,7 @@ def plain_attention(
     shape = query.shape
     return (
         type(scale) is float
+        and -MAGNITUDE <= scale <= MAGNITUDE
         and len(shape) == 3
         and shape[2] == layout.head_dim
         and shape[1] % layout.num_kv_heads == 0
@@ -98,11 +100,13 @@ def plain_attention(
 
 
 def _plain_cache(cache: KVCache, layer: int) -> bool:
-    if type(cache) is not KVCache or cache.device != "cpu" or type(layer) is not int:
+    if type(cache) is not KVCache or cache.device != "cpu":
         return False
     layout = cache.layout
     return (
-        layout.scale == "none"
+        type(layer) is int
+        and type(cache.num_blocks) is int
+        and layout.scale == "none"
         and 0 <= layer < layout.num_layers
         and _is_plain(cache.buffer, torch.uint8)
     )
@@ -113,6 +117,7 @@ def _is_plain(tensor: Tensor, dtype: Any) -> bool:
         isinstance(tensor, torch.Tensor)
         and tensor.dtype is dtype
         and not tensor.requires_grad
+        and not tensor.is_neg()
         and tensor.is_contiguous()
         and tensor.is_cpu
         and tensor.data_ptr() % ALIGNMENT == 0
@@ -157,12 +162,7 @@ def layout_of(cache: KVCache) -> _core.CpuLayout:
 
 def head_scales_of(cache: KVCache) -> Array | None:
     """The scales beside a pool, where its layout keeps them there."""
-    layout = cache.layout
-    if layout.scale != "head":
-        return None
-    shape = (layout.num_layers, 2, layout.num_kv_heads)
-    expect("head_scales", cache.head_scales, shape=shape, dtype="float32", device="cpu")
-    return numpy_of(cache.head_scales)
+    return None if check_cache_scales(cache) is None else numpy_of(cache.head_scales)
 
 
 def numpy_of(tensor: Tensor) -> Array:
@@ -174,6 +174,13 @@ def numpy_of(tensor: Tensor) -> Array:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
     return tensor.numpy()  # type: ignore[no-any-return]
+
+
+def empty_like(query: Tensor) -> Tensor:
+    """A packed result of the shape, dtype and library of ``query``; on the host whatever torch's default device is."""
+    if isinstance(query, np.ndarray):
+        return np.empty(query.shape, query.dtype)
+    return torch.empty(query.shape, dtype=query.dtype, device="cpu")
 
 
 def dtype_name(tensor: Tensor) -> str:

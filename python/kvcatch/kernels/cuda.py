@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 from kvcatch.errors import InvalidArgument
 from kvcatch.kernels.cache import KVCache
-from kvcatch.kernels.checks import check_buffer, check_cache, check_moves, check_same_layout
+from kvcatch.kernels.checks import (
+    check_buffer,
+    check_cache,
+    check_layout,
+    check_moves,
+    check_same_layout,
+)
 from kvcatch.kernels.cuda_device import CupyDevice
 from kvcatch.kernels.cuda_runtime import CudaRuntime
 from kvcatch.kernels.cuda_swap import CudaTransfer, Swaps
@@ -29,9 +35,11 @@ from kvcatch.kernels.modules import KernelCompiler
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvcatch.kernels.attention_checks import Chunks
     from kvcatch.kernels.backend import BlockIds
     from kvcatch.kernels.cuda_device import Library
     from kvcatch.kernels.layout import KVLayout
+    from kvcatch.kernels.tensors import TensorView
 
 __all__ = ["CudaBackend"]
 
@@ -98,7 +106,7 @@ class CudaBackend(BlockLaunches, AttentionLaunches):
             InvalidArgument: there are no attention kernels for this layout.
             KernelError: one does not compile for this GPU.
         """
-        variants = block_variants(layout, check_ids=self.check_ids)
+        variants = block_variants(check_layout(layout), check_ids=self.check_ids)
         if num_q_heads is not None:
             variants += attention_variants(
                 layout,
@@ -114,7 +122,7 @@ class CudaBackend(BlockLaunches, AttentionLaunches):
 
     def allocate_host(self, layout: KVLayout, num_blocks: int) -> KVCache:
         """A zeroed pool in pinned host memory, block-major; see :class:`~kvcatch.kernels.backend.Backend`."""
-        layout = replace(layout, order="block")
+        layout = replace(check_layout(layout), order="block")
         array = self._gpu.pinned(layout.pool_bytes(num_blocks))
         array.fill(0)
         return KVCache(layout, num_blocks, self._gpu.host_tensor(array), pinned=True)
@@ -137,6 +145,13 @@ class CudaBackend(BlockLaunches, AttentionLaunches):
         """
         self._swaps.synchronise()
         super().synchronise()
+
+    def _prefill_lists(
+        self, chunks: Chunks, group: int, window: int
+    ) -> tuple[TensorView, TensorView]:
+        # The lists are this backend's and live until another prefill needs others: a graph would outlive them.
+        self._launcher.refuse_while_recorded("the lists of a prefill cannot be kept")
+        return super()._prefill_lists(chunks, group, window)
 
     def _check_swap(self, cache: KVCache, host: KVCache) -> None:
         check_buffer("cache", check_cache("cache", cache, self.device))

@@ -35,7 +35,8 @@ class DeviceMemory:
     """Device memory that belongs to one stream, its home, and goes back in that stream's order when it is dropped.
 
     Other streams may use it as guests: a guest waits for what home has been given so far, and home waits for its
-    guests before the memory goes back.
+    guests before the memory goes back. A stream that is recorded into a CUDA graph is no guest: CUDA refuses an event
+    from outside the recording. Who records sees to it that the memory is ready, and keeps it for as long as the graph.
     """
 
     __slots__ = ("_device", "_guests", "_home", "_in_graph", "pointer")
@@ -51,7 +52,9 @@ class DeviceMemory:
 
     def use_on(self, stream: Stream) -> None:
         """Order a stream that is about to use it."""
-        if stream.ptr != self._home.ptr and stream.ptr not in self._guests:
+        if stream.ptr == self._home.ptr or stream.ptr in self._guests:
+            return
+        if not self._device.capturing(stream):
             self._device.wait(stream, self._device.record(self._home))
             self._guests[stream.ptr] = stream
 
@@ -59,26 +62,41 @@ class DeviceMemory:
         if not self.pointer or sys.is_finalizing():
             return
         with contextlib.suppress(KernelError):  # the GPU is lost: there is nothing to give back
-            if self._device.capturing(self._home) and not self._in_graph:
+            if not self._in_graph and _recorded(self._device, self._home, self._guests):
                 # The graph being recorded must not give it back at every replay.
-                _late.append((self._device, self.pointer, self._home))
+                _late.append((self._device, self.pointer, self._home, self._guests))
                 return
-            for guest in self._guests.values():
-                self._device.wait(self._home, self._device.record(guest))
-            self._device.free(self.pointer, self._home)
+            _give_back(self._device, self.pointer, self._home, self._guests)
 
 
-_late: list[tuple[CupyDevice, int, Stream]] = []
-"""Memory that was dropped while its stream was recorded into a CUDA graph."""
+_Guests = dict[int, "Stream"]
+
+_late: deque[tuple[CupyDevice, int, Stream, _Guests]] = deque()
+"""Memory that was dropped while one of its streams was recorded into a CUDA graph."""
+
+
+def _recorded(device: CupyDevice, home: Stream, guests: _Guests) -> bool:
+    """Whether one of the streams is being recorded into a CUDA graph."""
+    return any(device.capturing(stream) for stream in (home, *guests.values()))
+
+
+def _give_back(device: CupyDevice, pointer: int, home: Stream, guests: _Guests) -> None:
+    """Give memory back on its home stream, after its guests."""
+    for guest in guests.values():
+        device.wait(home, device.record(guest))
+    device.free(pointer, home)
 
 
 def _give_back_late() -> None:
     for _ in range(len(_late)):
-        device, pointer, home = _late.pop()
-        if device.capturing(home):
-            _late.append((device, pointer, home))
+        try:
+            device, pointer, home, guests = _late.popleft()
+        except IndexError:  # another thread was here
+            return
+        if _recorded(device, home, guests):
+            _late.append((device, pointer, home, guests))
         else:
-            device.free(pointer, home)
+            _give_back(device, pointer, home, guests)
 
 
 class _Staging:
@@ -212,15 +230,20 @@ class CudaRuntime:
             KernelError: a CUDA graph is being recorded: each replay would copy what then lies at the array's place.
         """
         stream = self.stream()
-        self._refuse_while_recorded(stream, "ids cannot be copied to the GPU")
+        self.refuse_while_recorded("ids cannot be copied to the GPU")
         data = np.ascontiguousarray(array)
         memory = DeviceMemory(self._gpu, data.nbytes, stream)
         if data.nbytes:
             self._staging.send(data.reshape(-1).view(np.uint8), memory.pointer, stream)
         return _view(memory, array.shape, str(array.dtype), self.device)
 
-    def _refuse_while_recorded(self, stream: Stream, what: str) -> None:
-        if self._gpu.capturing(stream):
+    def refuse_while_recorded(self, what: str) -> None:
+        """Refuse what a CUDA graph could not repeat.
+
+        Raises:
+            KernelError: one is being recorded from the current stream; starts with ``what``.
+        """
+        if self._gpu.capturing(self.stream()):
             raise KernelError(
                 f"{what} while a CUDA graph is recorded: make plans before, move blocks outside"
             )
@@ -242,7 +265,7 @@ class CudaRuntime:
             KernelError: a kernel before it failed, or a CUDA graph is being recorded.
         """
         stream = self.stream()
-        self._refuse_while_recorded(stream, "lengths cannot be read back")
+        self.refuse_while_recorded("lengths cannot be read back")
         if isinstance(view.owner, DeviceMemory):
             view.owner.use_on(stream)
         if not view.num_bytes:

@@ -18,7 +18,7 @@ from kvcatch.kernels.attention_checks import (
     check_chunks,
     check_tables_hold,
 )
-from kvcatch.kernels.checks import check_group, check_window
+from kvcatch.kernels.checks import check_group, check_layout, check_lengths, check_window
 from kvcatch.kernels.device_blocks import DTYPE_CODES, SCALE_CODES
 from kvcatch.kernels.tensors import expect, view
 
@@ -114,15 +114,15 @@ class AttentionLaunches:
             InvalidType: lengths that are not whole numbers.
             InvalidArgument: negative lengths, heads that do not divide, a window that is not positive.
         """
-        _check_supported(layout)
+        _check_supported(check_layout(layout))
         group = check_group(num_q_heads, layout)
+        lens = check_lengths("seq_lens", seq_lens)
         tokens = check_window(window)
         side_by_side = self.runtime.num_sms * thread_blocks_per_sm("decode", layout, group)
         slots = max(1, side_by_side // (layout.num_kv_heads * _head_tiles(layout.head_dim, group)))
         pieces, merges, num_partials = _core.decode_work(
-            seq_lens, slots, min_tokens=MIN_PIECE, window=tokens
+            lens, slots, min_tokens=MIN_PIECE, window=tokens
         )
-        lens = np.asarray(seq_lens)
         return DevicePlan(
             num_seqs=len(lens),
             num_q_heads=num_q_heads,
@@ -415,7 +415,7 @@ def _query_arguments(inputs: AttentionInputs) -> list[Argument]:
 def _cache_arguments(cache: KVCache, layer: int) -> list[Argument]:
     strides = cache.strides
     scales = None
-    if cache.head_scales is not None:
+    if cache.layout.scale == "head":
         scales = view(cache.head_scales[layer], "head_scales")
     return [
         view(cache.buffer, "cache"),

@@ -17,14 +17,16 @@ from kvcatch.kernels.checks import (
     check_apart,
     check_buffer,
     check_cache,
+    check_cache_scales,
     check_conversion,
     check_head_scales,
     check_ids,
+    check_layout,
     check_moves,
     check_same_layout,
     check_write,
 )
-from kvcatch.kernels.tensors import expect, item_bytes, view
+from kvcatch.kernels.tensors import item_bytes, view
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,7 +101,7 @@ class BlockLaunches:
         self, layout: KVLayout, num_blocks: int, head_scales: Tensor | None = None
     ) -> KVCache:
         """A zeroed pool; see :meth:`~kvcatch.kernels.backend.Backend.allocate`."""
-        num_bytes = layout.pool_bytes(num_blocks)
+        num_bytes = check_layout(layout).pool_bytes(num_blocks)
         check_head_scales(layout, head_scales, self.device)
         return KVCache(layout, num_blocks, self.runtime.zeros(num_bytes), head_scales, self.device)
 
@@ -235,7 +237,7 @@ class BlockLaunches:
         """Write new tokens into their slots; see :meth:`~kvcatch.kernels.backend.Backend.write_kv`."""
         keys, values, slots = check_write(cache, layer, key, value, slot_mapping, self.device)
         pool = self._checked("cache", cache)
-        scales = self._head_scales(cache)
+        scales = check_cache_scales(cache)
         layout, strides = cache.layout, cache.strides
         tokens, heads, _ = keys.shape
         if not tokens:
@@ -295,7 +297,7 @@ class BlockLaunches:
         one, other = self._checked("source", source), self._checked("target", target)
         wide = target if quantised is source else source
         check_conversion(wide, quantised)
-        scales = self._head_scales(quantised)
+        scales = check_cache_scales(quantised)
         sources, targets = check_moves(src, dst, source, target)
         if not len(sources):
             return
@@ -338,15 +340,6 @@ class BlockLaunches:
         self._checked(name, staging)
         check_same_layout(cache, staging)
         check_apart(cache, staging)
-
-    def _head_scales(self, cache: KVCache) -> TensorView | None:
-        layout = cache.layout
-        if layout.scale != "head":
-            return None
-        shape = (layout.num_layers, 2, layout.num_kv_heads)
-        return expect(
-            "head_scales", cache.head_scales, shape=shape, dtype="float32", device=self.device
-        )
 
     def _defines(self, layout: KVLayout | None = None, io_dtype: str = "") -> dict[str, int]:
         defines = {"KV_CHECK_IDS": int(self.check_ids)}

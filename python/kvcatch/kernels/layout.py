@@ -34,6 +34,9 @@ ITEM_BYTES: dict[KVDtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "fl
 ALIGNMENT = 16
 """Every area starts at a multiple of this many bytes: kernels load 16 at a time."""
 
+MAX_HEAD_DIM = 1024
+"""Most elements of a head: what the kernels' tiles are sized for (``MAX_HEAD_DIM`` of ``src/cpu/layout.rs``)."""
+
 SCALE_BYTES = 4
 MAX_BYTES = 1 << 46
 """No pool is larger (64 TiB): a product beyond it is a mistake in the arguments."""
@@ -85,7 +88,7 @@ class KVLayout:
 
     Raises:
         InvalidArgument: a size that is not positive, an unknown name, scales without e4m3 (or the reverse), heads whose
-            bytes are no multiple of 16.
+            bytes are no multiple of 16, or of more than 1,024 elements.
     """
 
     num_layers: int
@@ -114,6 +117,8 @@ class KVLayout:
                 f"head_dim {self.head_dim} of {self.dtype} is {self.head_dim * ITEM_BYTES[self.dtype]} bytes:"
                 f" a head must be a multiple of {ALIGNMENT} bytes"
             )
+        if self.head_dim > MAX_HEAD_DIM:
+            raise InvalidArgument(f"head_dim {self.head_dim}: at most {MAX_HEAD_DIM}")
         if self.block_bytes > MAX_BYTES:
             raise InvalidArgument(f"a block of {self.block_bytes} bytes: more than {MAX_BYTES}")
 

@@ -71,13 +71,20 @@ def view(tensor: Any, name: str = "tensor") -> TensorView:
     """Describe a torch tensor, a CuPy array or a numpy array.
 
     Raises:
-        InvalidType: it is none of them, or its dtype is none that a kernel takes.
+        InvalidType: it is none of them, its elements do not lie in memory as they read (sparse, nested, negated
+            lazily), or its dtype is none that a kernel takes.
     """
     if hasattr(tensor, "data_ptr"):  # torch, which is not imported for this
         dtype = str(tensor.dtype).removeprefix("torch.")
-        pointer, device = tensor.data_ptr(), str(tensor.device)
-        size = tensor.element_size()
-        strides = tuple(s * size for s in tensor.stride())
+        try:
+            pointer, device = tensor.data_ptr(), str(tensor.device)
+            size = tensor.element_size()
+            strides = tuple(s * size for s in tensor.stride())
+            negated = tensor.is_neg()
+        except (RuntimeError, NotImplementedError) as error:  # sparse, nested, traced
+            raise _not_plain(name, tensor) from error
+        if negated:
+            raise _not_plain(name, tensor)
         writable = True
     elif hasattr(tensor, "__cuda_array_interface__"):
         dtype, pointer, device = str(tensor.dtype), tensor.data.ptr, f"cuda:{tensor.device.id}"
@@ -93,6 +100,13 @@ def view(tensor: Any, name: str = "tensor") -> TensorView:
     if dtype not in _ITEM_BYTES:
         raise InvalidType(f"{name} has dtype {dtype}: no kernel takes it")
     return TensorView(pointer, tuple(tensor.shape), strides, dtype, device, writable, tensor)
+
+
+def _not_plain(name: str, tensor: Any) -> InvalidType:
+    return InvalidType(
+        f"{name} is a tensor of layout {tensor.layout} whose elements do not lie in memory as they read: must be a"
+        " plain one"
+    )
 
 
 def expect(
@@ -132,6 +146,10 @@ def expect(
         raise InvalidArgument(f"{name} has shape {list(seen.shape)}: must be [{wanted_shape}]")
     if seen.device != device:
         raise InvalidArgument(f"{name} lies on {seen.device}: must be on {device}")
+    if any(size > 1 and step < 0 for size, step in zip(seen.shape, seen.strides, strict=True)):
+        raise InvalidArgument(
+            f"{name} has strides of {list(seen.strides)} bytes: none may be negative"
+        )
     packed = seen.contiguous if contiguous else _last_packed(seen)
     if not packed:
         raise InvalidArgument(

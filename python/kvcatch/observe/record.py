@@ -5,7 +5,8 @@ Compact, one JSON value a line, gzip where the name ends in ``.gz``:
 * ``{"kvcatch_recording": 1, "endpoint": ..., "start_unix_s": ..., "version": ...}`` first;
 * ``{"types": {name: kind}}`` and ``{"series": [...]}``: metric kinds, and series numbered from 0 on, as met;
 * ``[t, [i, value, ...], [gone, ...]]``: what changed at ``t`` seconds, and which series are gone;
-* ``{"t": ..., "error": ...}``: a scrape that failed.
+* ``{"t": ..., "error": ...}``: a scrape that failed;
+* ``{"t": ..., "inside": {...}}``: what kvcatch's plugin inside the engine said.
 
 Raw, one JSON object a line: ``{"t": seconds, "text": body}`` or ``{"t": seconds, "error": ...}``.
 """
@@ -16,11 +17,13 @@ import gzip
 import json
 import math
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from kvcatch.observe.engines import family_of
 from kvcatch.observe.errors import MetricsError, RecordingError
+from kvcatch.observe.inside import check_inside
 from kvcatch.observe.limits import EngineVersion
 from kvcatch.observe.prometheus import Reader, parse_line
 
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from kvcatch.observe.prometheus import Slot
     from kvcatch.observe.sample import EngineSample
 
-__all__ = ["Recorder", "Recording", "bodies", "is_recording", "read_recording"]
+__all__ = ["Recorder", "Recording", "bodies", "is_recording", "read_recording", "series_rows"]
 
 FORMAT = 1
 _FLUSH_ROWS = 30
@@ -49,6 +52,7 @@ class Recording:
         version: As the recorder was told; None when it was not.
         errors: Scrapes that failed, one line each.
         notes: What is doubtful about the file.
+        inside: What a plugin inside the engine said last; None without one.
     """
 
     samples: list[EngineSample] = field(default_factory=list)
@@ -56,6 +60,7 @@ class Recording:
     version: EngineVersion | None = None
     errors: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    inside: dict[str, Any] | None = None
 
 
 class Recorder:
@@ -150,6 +155,10 @@ class Recorder:
         """Add a scrape that failed."""
         self._write({"t": round(t_seconds, 3), "error": error})
         self._row()
+
+    def inside(self, t_seconds: float, data: dict[str, Any]) -> None:
+        """Add what the plugin inside the engine said."""
+        self._write({"t": round(t_seconds, 3), "inside": data})
 
     def _row(self) -> None:
         self.rows += 1
@@ -308,6 +317,8 @@ def _read_compact(
             for series in row["series"]:
                 name = str(series).partition("{")[0]
                 slots.append(reader.slot(str(series)) if reader.wants(name) else None)
+        elif isinstance(row, dict) and "inside" in row:
+            recording.inside = check_inside(row["inside"], f"{path}, line {number}")
         elif isinstance(row, dict) and "error" in row:
             recording.errors.append(f"line {number}: {row['error']!s:.200}")
         elif not (isinstance(row, dict) and "types" in row):
@@ -360,9 +371,58 @@ def bodies(path: Path) -> Iterator[tuple[float, str | None]]:
             series += row["series"]
         elif isinstance(row, dict) and "types" in row:
             types.update(row["types"])
-        elif isinstance(row, dict) and "t" in row:
+        elif isinstance(row, dict) and "t" in row and "inside" not in row:
             text = row.get("text")
             yield _time(path, number, row["t"]), text if isinstance(text, str) else None
+
+
+def series_rows(
+    path: Path, wants: Callable[[str], bool]
+) -> Iterator[tuple[float, dict[str, float]]]:
+    """Time and values of the wanted series of each row; the dict is the same one, brought up to date.
+
+    Args:
+        path: The recording.
+        wants: Whether the series of this metric name are wanted.
+
+    Raises:
+        RecordingError: It is not a recording, or a line is malformed.
+    """
+    values: dict[str, float] = {}
+    names: list[str | None] = []
+    is_first = True
+    for number, row in _lines(path, []):
+        if is_first and not _is_head(row):
+            raise RecordingError(f"{path}: not a recording")
+        is_first = False
+        if isinstance(row, list):
+            try:
+                for at in range(0, len(row[1]), 2):
+                    name = names[row[1][at]]
+                    if name is not None:
+                        values[name] = math.nan if row[1][at + 1] is None else float(row[1][at + 1])
+                for gone in row[2] if len(row) > 2 else ():
+                    values.pop(names[gone] or "", None)
+                yield _time(path, number, row[0]), values
+            except (IndexError, TypeError, ValueError) as error:
+                if isinstance(error, RecordingError):
+                    raise
+                raise RecordingError(f"{path}, line {number}: malformed row ({error})") from None
+        elif isinstance(row, dict) and isinstance(row.get("series"), list):
+            names += [
+                series if wants(series.partition("{")[0]) else None
+                for series in map(str, row["series"])
+            ]
+        elif isinstance(row, dict) and isinstance(row.get("text"), str):
+            values.clear()
+            for line in row["text"].split("\n"):
+                if not line or line[0] == "#" or not wants(line.split("{", 1)[0].split(" ", 1)[0]):
+                    continue
+                parsed = parse_line(line)
+                if parsed is not None:
+                    with suppress(ValueError):
+                        values[parsed[0]] = float(parsed[1])
+            yield _time(path, number, row.get("t")), values
 
 
 def _render(series: list[str], values: dict[int, float | None], types: dict[str, str]) -> str:

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
     import httpx
 
-__all__ = ["Page", "Scraper", "metrics_url"]
+__all__ = ["UNIX", "Page", "Scraper", "is_endpoint", "metrics_url", "page_url"]
+
+UNIX = "unix:"
+"""Begins the address of a Unix socket."""
 
 _MAX_REDIRECTS = 3
+_PAGE = "#"
 
 
 def _httpx() -> Any:
@@ -35,9 +39,17 @@ def _httpx() -> Any:
 def metrics_url(text: str) -> str:
     """The address of the metrics page: ``/metrics`` is added to an address without a path.
 
+    ``unix:PATH`` is a Unix socket, as kvcatch's plugin for vLLM makes; it stays as it is.
+
     Raises:
-        InvalidArgument: It is no http or https address.
+        InvalidArgument: It is no http or https address and no socket.
     """
+    if text.strip().startswith(UNIX):
+        path = text.strip().removeprefix(UNIX)
+        path = path.removeprefix("//") if path.startswith("///") else path
+        if not path or "\0" in path:
+            raise InvalidArgument(f"url = {text!r}: unix: and the path of a socket")
+        return UNIX + path
     parts = urlsplit(text.strip())
     try:
         host, _ = parts.hostname, parts.port
@@ -47,6 +59,20 @@ def metrics_url(text: str) -> str:
         raise InvalidArgument(f"url = {text!r}: must be an address such as http://127.0.0.1:8000")
     path = parts.path if parts.path not in ("", "/") else "/metrics"
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+
+
+def page_url(endpoint: str, page: str) -> str:
+    """The address of another page beside a metrics page, such as ``/snapshot``."""
+    if endpoint.startswith(UNIX):
+        return f"{endpoint}{_PAGE}{page}"
+    parts = urlsplit(endpoint)
+    root = parts.path.rsplit("/", 1)[0]
+    return urlunsplit((parts.scheme, parts.netloc, root + page, "", ""))
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether a source is an address rather than a file."""
+    return "://" in text or text.startswith(UNIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +93,58 @@ class Page:
 class Scraper:
     """Fetches from several endpoints at once; what goes wrong at one is told and stops no other.
 
-    Use it as ``async with``.
+    Use it as ``async with``. A ``token`` is sent to every address that is no socket.
 
     Raises:
         MissingExtra: httpx is not installed.
     """
 
-    def __init__(self, *, timeout_s: float = 5.0, max_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 5.0,
+        max_bytes: int = MAX_BODY_BYTES,
+        token: str | None = None,
+    ) -> None:
         self._httpx = _httpx()
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
-        self._client: httpx.AsyncClient = self._httpx.AsyncClient(
-            timeout=timeout_s,
-            follow_redirects=True,
-            max_redirects=_MAX_REDIRECTS,
-            headers={"accept": "text/plain"},
-        )
+        self._token = token
+        self._ssl = self._httpx.create_ssl_context()
+        # One client per host: httpx looks through its whole pool at each request, which for a fleet
+        # costs more than the request.
+        self._clients: dict[str, httpx.AsyncClient] = {}
 
     async def __aenter__(self) -> Scraper:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
+        clients, self._clients = list(self._clients.values()), {}
+        for client in clients:
+            await client.aclose()
+
+    def _client(self, endpoint: str) -> httpx.AsyncClient:
+        socket = None
+        if endpoint.startswith(UNIX):
+            host = endpoint.partition(_PAGE)[0]
+            socket = host.removeprefix(UNIX)
+        else:
+            host = endpoint.split("/", 3)[2] if endpoint.count("/") > 2 else endpoint
+        client = self._clients.get(host)
+        if client is None:
+            # Compressing a page costs the engine more than sending it.
+            headers = {"accept": "text/plain, application/json", "accept-encoding": "identity"}
+            if self._token is not None and socket is None:
+                headers["authorization"] = f"Bearer {self._token}"
+            client = self._clients[host] = self._httpx.AsyncClient(
+                verify=self._ssl,
+                timeout=self._timeout_s,
+                follow_redirects=socket is None,
+                max_redirects=_MAX_REDIRECTS,
+                headers=headers,
+                transport=None if socket is None else self._httpx.AsyncHTTPTransport(uds=socket),
+            )
+        return client
 
     async def fetch(self, endpoint: str) -> Page:
         """The page of one endpoint; never raises for what the endpoint does."""
@@ -108,10 +164,20 @@ class Scraper:
     async def _body(self, endpoint: str) -> bytes:
         httpx = self._httpx
         try:
-            async with self._client.stream("GET", endpoint) as answer:
+            client, url = self._client(endpoint), endpoint
+            if endpoint.startswith(UNIX):
+                url = "http://localhost" + (endpoint.partition(_PAGE)[2] or "/metrics")
+            async with client.stream("GET", url) as answer:
+                if answer.status_code == 401:
+                    raise ScrapeError(f"{endpoint}: HTTP 401: it wants a token (--token)")
                 if answer.status_code != 200:
                     raise ScrapeError(f"{endpoint}: HTTP {answer.status_code}")
-                parts, size = [], 0
+                parts: list[bytes] = []
+                # What is said to be too long is not read at all.
+                size = self._announced(answer.headers.get("content-length"))
+                if size > self._max_bytes:
+                    raise ScrapeError(f"{endpoint}: a body of more than {self._max_bytes:,} bytes")
+                size = 0
                 async for part in answer.aiter_bytes():
                     size += len(part)
                     if size > self._max_bytes:
@@ -130,13 +196,15 @@ class Scraper:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ScrapeError(f"{endpoint}: {reason}") from None
 
+    @staticmethod
+    def _announced(length: str | None) -> int:
+        return int(length) if length and length.isascii() and length.isdigit() else 0
+
     async def version(self, endpoint: str, engine: str) -> EngineVersion | None:
         """What ``/version`` beside a vLLM's metrics says; None when it says nothing."""
         if engine != "vllm":
             return None
-        parts = urlsplit(endpoint)
-        root = parts.path.rsplit("/", 1)[0]
-        page = await self.fetch(urlunsplit((parts.scheme, parts.netloc, root + "/version", "", "")))
+        page = await self.fetch(page_url(endpoint, "/version"))
         if page.body is None or len(page.body) > 10_000:
             return None
         import json

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvcatch.observe.engines.vllm_plugin import PREFIX
 from kvcatch.observe.errors import MetricsError, RecordingError
+from kvcatch.observe.inside import is_inside, read_inside
 from kvcatch.observe.limits import EngineVersion, Limits
 from kvcatch.observe.log import read_vllm_log
 from kvcatch.observe.prometheus import MAX_BODY_BYTES, Reader
 from kvcatch.observe.record import read_recording
-from kvcatch.observe.scrape import Scraper, metrics_url
+from kvcatch.observe.scrape import Scraper, metrics_url, page_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from kvcatch.observe.sample import EngineSample
@@ -35,6 +37,7 @@ class Source:
         limits: What it says of its limits.
         notes: What was not read, and what is doubtful; one line each.
         out_of_memory: PyTorch ran out of device memory so many times (from a log).
+        inside: What a plugin in the engine says at the end: refusals and holdings; None without one.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Source:
     limits: Limits = field(default_factory=Limits)
     notes: list[str] = field(default_factory=list)
     out_of_memory: int = 0
+    inside: dict[str, Any] | None = None
 
 
 def _counted(errors: Sequence[str]) -> list[str]:
@@ -63,10 +67,19 @@ def read_file(path: Path, progress: Callable[[int], None] | None = None) -> Sour
     name = str(path)
     with path.open("rb") as file:
         start = file.read(4096)
+    if is_inside(start):
+        raise RecordingError(f"{name}: a page of the plugin: kvcatch inspect prints it")
     if start.startswith(b"\x1f\x8b") or start.lstrip()[:1] == b"{":
         recording = read_recording(path, progress)
         notes = [*recording.notes, *_counted(recording.errors)]
-        return Source(name, recording.samples, recording.names, recording.version, notes=notes)
+        return Source(
+            name,
+            recording.samples,
+            recording.names,
+            recording.version,
+            notes=notes,
+            inside=recording.inside,
+        )
     if start.startswith((b"# HELP", b"# TYPE")) or start.lstrip()[:1] == b"<":
         if path.stat().st_size > MAX_BODY_BYTES:
             raise MetricsError(f"{name}: larger than {MAX_BODY_BYTES:,} bytes")
@@ -106,8 +119,17 @@ async def read_endpoints(
     interval_s: float,
     timeout_s: float = 5.0,
     progress: Callable[[float], None] | None = None,
+    token: str | None = None,
 ) -> list[Source]:
     """Look at endpoints for a while; what goes wrong at one is noted there and stops no other.
+
+    Args:
+        urls: Addresses, ``unix:PATH`` for a socket.
+        window_s: How long to look.
+        interval_s: Between two looks.
+        timeout_s: For an answer.
+        progress: Told the seconds gone by.
+        token: Shown to each address that is no socket.
 
     Raises:
         InvalidArgument: A URL is none.
@@ -117,7 +139,7 @@ async def read_endpoints(
     sources = [Source(endpoint) for endpoint in endpoints]
     readers = [Reader(endpoint) for endpoint in endpoints]
     errors: list[list[str]] = [[] for _ in endpoints]
-    async with Scraper(timeout_s=timeout_s) as scraper:
+    async with Scraper(timeout_s=timeout_s, token=token) as scraper:
         start = time.monotonic()
         zero = time.time()
         while True:
@@ -142,6 +164,27 @@ async def read_endpoints(
         for source, reader, failed in zip(sources, readers, errors, strict=True):
             source.names = reader.names
             source.notes += _counted(failed)
-            if "vllm" in reader.names:
+            if has_plugin(reader.names):
+                await look_inside(scraper, source)
+            elif "vllm" in reader.names:
                 source.version = await scraper.version(source.name, "vllm")
     return sources
+
+
+def has_plugin(names: Mapping[str, set[str]]) -> bool:
+    """Whether metric names are those of an engine core with kvcatch's plugin inside."""
+    return PREFIX + "max_num_seqs" in names.get("vllm", ())
+
+
+async def look_inside(scraper: Scraper, source: Source) -> None:
+    """Fill in what the plugin says; that it could not be read is a note."""
+    page = await scraper.fetch(page_url(source.name, "/snapshot"))
+    try:
+        if page.body is None:
+            raise MetricsError(page.error or f"{source.name}: no answer")
+        source.inside = read_inside(page.body, source.name)
+    except MetricsError as error:
+        source.notes.append(f"the plugin's page was not read: {error}")
+        return
+    version = source.inside["vllm"]
+    source.version = EngineVersion.exact("vllm", version, "the plugin")

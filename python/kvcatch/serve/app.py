@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
@@ -20,10 +20,11 @@ from kvcatch.engine.aio import EngineDied
 from kvcatch.engine.engine import Rejected
 from kvcatch.engine.governor import QueueFull
 from kvcatch.engine.request import FinishReason
-from kvcatch.errors import InvalidArgument, KvcatchError
+from kvcatch.errors import InvalidArgument, KvcatchError, MissingExtra
+from kvcatch.observe.exporter.exporter import CONTENT_TYPE, Exporter
 from kvcatch.serve.answers import Answer, ChatAnswer, Choice, CompletionAnswer, usage_of
 from kvcatch.serve.errors import ApiError
-from kvcatch.serve.metrics import METRICS_TYPE, render_metrics
+from kvcatch.serve.metrics import EngineSource
 from kvcatch.serve.schema import ChatBody, CompletionBody
 
 if TYPE_CHECKING:
@@ -36,11 +37,14 @@ if TYPE_CHECKING:
     from kvcatch.engine.output import Delta
     from kvcatch.engine.sampling import SamplingParams
     from kvcatch.models.tokenizer import Tokenizer
+    from kvcatch.observe.exporter.source import Numbers
 
 __all__ = ["ServeSettings", "create_app"]
 
 MAX_BODY_BYTES = 4 << 20
 JSON_TYPE = "application/json"
+METRICS_PATIENCE = 1.0
+"""Seconds that a scrape waits for the end of a step before it shows the last numbers again."""
 LONG_TEXT = 20_000
 """Characters from which a text is encoded in another thread."""
 NO_KEY_NEEDED = frozenset({"/health", "/version"})
@@ -77,6 +81,7 @@ def create_app(running: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettin
     app = FastAPI(title="kvcatch", version=kvcatch.__version__, docs_url=None, redoc_url=None)
     started = int(time.time())
     server = _Server(running, tokenizer, settings)
+    page = _MetricsPage(running, settings.model_name)
     card = {"id": settings.model_name, "object": "model", "created": started, "owned_by": "kvcatch"}
 
     if settings.api_key is not None:
@@ -112,8 +117,7 @@ def create_app(running: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettin
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        text = await running.call(lambda: render_metrics(running.engine, settings.model_name))
-        return PlainTextResponse(text, media_type=METRICS_TYPE)
+        return await page.answer()
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -151,6 +155,36 @@ def create_app(running: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettin
         return await server.answer(request, body, [prompt], params, answer)
 
     return app
+
+
+class _MetricsPage:
+    """The metrics page: numbers between two steps, text in a thread of its own."""
+
+    def __init__(self, running: AsyncEngine, model_name: str) -> None:
+        self._running = running
+        self._source = EngineSource(running.engine, model_name)
+        self._taking: asyncio.Future[Numbers] | None = None
+        self._exporter: Exporter | None = None
+        try:
+            self._exporter = Exporter(self._source, is_alive=lambda: running.is_alive)
+        except MissingExtra as error:
+            self._missing = str(error)
+            return
+        self._exporter.start()
+
+    async def answer(self) -> Response:
+        if self._exporter is None:
+            raise ApiError(501, self._missing, "server_error")
+        taking = self._taking
+        if taking is None or taking.done():
+            taking = asyncio.ensure_future(self._running.call(self._source.numbers))
+            # One look at a time: while a long step lasts, every scrape waits for the same one.
+            self._taking = taking
+        limit = METRICS_PATIENCE if self._exporter.has_numbers else None
+        done, _ = await asyncio.wait({taking}, timeout=limit)
+        numbers = taking.result() if done else None
+        text = await asyncio.to_thread(self._exporter.page, numbers)
+        return Response(text, media_type=CONTENT_TYPE)
 
 
 class _KeyGuard:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcatch.errors import OutOfMemory
+from kvcatch.errors import KernelError, OutOfMemory
 from kvcatch.kernels.cuda_device import Stream
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ POISON = 0xEE
 class Event:
     recorded: int = 0
     completed: int = 0
+    stream: int = 0
 
 
 @dataclass
@@ -101,6 +102,7 @@ class SimulatedGpu:
 
     def record(self, stream: Stream, event: Event | None = None) -> Event:
         event = event or Event()
+        event.stream = stream.ptr
         event.recorded += 1
         generation = event.recorded
 
@@ -111,6 +113,9 @@ class SimulatedGpu:
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
+        # cudaErrorStreamCaptureIsolation: nothing recorded into a graph may wait for what is not, or the reverse.
+        if self.capturing(stream) != (event.stream in self.capture):
+            raise KernelError("a wait on cpu: a dependency on work outside the graph")
         self.submit(stream, Operation(lambda: None, event, event.recorded))
 
     def done(self, event: Event) -> bool:
@@ -208,8 +213,6 @@ class FakeNvrtc:
     def compile(
         self, name: str, source: str, headers: dict[str, str], options: tuple[str, ...]
     ) -> bytes:
-        from kvcatch.errors import KernelError
-
         self.compiled.append((name, options))
         if self.fail:
             raise KernelError(self.fail)

@@ -6,6 +6,7 @@ What is expected comes from float64 on the stored values; every slot that no liv
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -159,6 +160,75 @@ def test_decode_into_a_given_tensor(machine: Machine) -> None:
     wanted = decode_reference(case, query, Options(scale=0.1))
     assert relative_error(machine.array(out), wanted) < BOUNDS[dtype]
     assert (machine.bytes_of(cache) == case.pool).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["bf16", "token"])
+def test_random_batches(machine: Machine, kind: str, seed: int) -> None:
+    """Any lengths, windows and chunks, against float64."""
+    rng = np.random.default_rng(100 + seed)
+    lengths = rng.choice([0, 1, 15, 16, 17, 63, 64, 65, 127, 129, 300], 5).tolist()
+    case, query, dtype = make(kind, rng, lengths=lengths)
+    options = replace(
+        options_of("all", query.shape[1]),
+        window=int(rng.choice([1, 2, 15, 16, 17, 100, 1000])),
+        scale=float(rng.choice([-0.3, 0.0, 0.02, 0.5])),
+        soft_cap=float(rng.choice([0.5, 30.0])),
+    )
+    for seq, tokens in enumerate(lengths):
+        hidden = max(0, tokens - (options.window or 0)) // case.layout.block_size
+        case.tables[seq, :hidden] = -1
+    found = decode(machine, case, query, options)
+    assert relative_error(found, decode_reference(case, query, options)) < 2 * BOUNDS[dtype]
+
+    case, _, _ = make(kind, rng, lengths=lengths)
+    counts = [int(rng.integers(0, min(tokens, 90) + 1)) for tokens in lengths]
+    starts = np.cumsum([0, *counts]).tolist()
+    rows = rng.standard_normal((starts[-1], *query.shape[1:])).astype(query.dtype)
+    found = prefill(machine, case, rows, starts, options)
+    wanted = prefill_reference(case, rows, starts, options)
+    assert relative_error(found, wanted) < 2 * BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("number", [np.float32(0.125), np.float64(0.125), 1, np.int64(1)])
+def test_numbers_of_numpy_and_whole_ones(machine: Machine, number: Any) -> None:
+    case, query, _ = make("bf16", np.random.default_rng(22), lengths=[20, 33])
+    options = Options(scale=number, soft_cap=number)
+    assert (
+        relative_error(
+            decode(machine, case, query, options), decode_reference(case, query, options)
+        )
+        < 4e-3
+    )
+
+
+@pytest.mark.parametrize("cap", [1e4, 1e8, 1e15])
+def test_a_large_soft_cap_is_none(machine: Machine, cap: float) -> None:
+    """tanh of a small argument keeps its digits, which the cap multiplies."""
+    case, query, _ = make("bf16", np.random.default_rng(23), lengths=[70, 33])
+    wanted = decode_reference(case, query, Options(scale=0.125))
+    assert (
+        relative_error(decode(machine, case, query, Options(scale=0.125, soft_cap=cap)), wanted)
+        < 4e-3
+    )
+
+
+@pytest.mark.parametrize("which", ["decode", "prefill"])
+def test_blocks_behind_the_window_may_be_gone(machine: Machine, which: str) -> None:
+    """Their table entries name no block: an engine has given them to others."""
+    case, query, _ = make("bf16", np.random.default_rng(24), lengths=[70, 33, 20])
+    options = Options(scale=0.125, window=20)
+    starts = [0, 3, 3, 3]  # the second and third sequence have no query rows
+    if which == "decode":
+        wanted = decode_reference(case, query, options)
+        case.tables[0, : (70 - 20) // 16] = -1
+        found = decode(machine, case, query, options)
+    else:
+        wanted = prefill_reference(case, query, starts, options)
+        case.tables[0, : (70 - 2 - 20) // 16] = -1
+        case.tables[1:] = -1
+        found = prefill(machine, case, query, starts, options)
+    assert relative_error(found, wanted) < 4e-3
 
 
 @pytest.mark.parametrize("kind", ["bf16", "token"])
@@ -346,8 +416,15 @@ def test_wrong_numbers_are_refused(call: Call, which: str) -> None:
         ({"window": 0}, "window must be a positive number of tokens, not 0"),
         ({"soft_cap": 0.0}, "soft_cap must be positive and finite, not 0.0"),
         ({"soft_cap": float("inf")}, "soft_cap must be positive and finite, not inf"),
+        # Beyond what float32 holds, or so near its ends that products leave it.
+        ({"scale": 1e300}, r"scale must be within -2\^60..2\^60, not 1e\+300"),
+        ({"scale": -(2.0**61)}, "scale must be within"),
+        ({"scale": 10**400}, "scale must be finite, not inf"),
+        ({"soft_cap": 1e300}, r"soft_cap must be within 2\^-60..2\^60, not 1e\+300"),
+        ({"soft_cap": 1e-50}, "soft_cap must be within 2"),
     ):
         call.refused(InvalidArgument, match, which, **wrong)
+    call.refused(InvalidType, "scale must be a number, not bool", which, scale=True)
     call.refused(InvalidType, "scale must be a number, not str", which, scale="1")
     call.refused(InvalidType, "cache must be a KVCache, not int", which, cache=3)
 
@@ -373,6 +450,53 @@ def test_wrong_tensors_are_refused(call: Call, which: str) -> None:
         (InvalidArgument, "out has shape", {"out": call.out[:1]}),
     ):  # fmt: skip
         call.refused(kind, match, which, **wrong)
+
+
+@pytest.mark.parametrize("which", BOTH)
+def test_a_result_over_what_is_read_is_refused(call: Call, which: str) -> None:
+    """Thread blocks that are done would write what others still read."""
+    query = call.decode["query"]
+    call.refused(InvalidArgument, "out overlaps query in memory", which, out=query)
+    room = call.machine.tensor(np.zeros((3, 6, 64), query_dtype(call)))
+    call.refused(
+        InvalidArgument, "out overlaps query in memory", which, query=room[:2], out=room[1:]
+    )
+    if hasattr(call.cache.buffer, "data_ptr"):
+        inside = call.cache.buffer[: 2 * 6 * 64 * 2].view(query.dtype).view(2, 6, 64)
+        call.refused(InvalidArgument, "out overlaps cache in memory", which, out=inside)
+
+
+@pytest.mark.parametrize("which", BOTH)
+def test_tensors_that_do_not_lie_plainly_in_memory_are_refused(call: Call, which: str) -> None:
+    query, tables = call.decode["query"], call.decode["block_tables"]
+    if not hasattr(query, "to_sparse"):
+        pytest.skip("only torch has such tensors")
+    for name, tensor in (("query", query), ("block_tables", tables)):
+        call.refused(
+            InvalidType, f"{name} is a tensor of layout", which, **{name: tensor.to_sparse()}
+        )
+    if call.machine.backend.device == "cpu":
+        backwards = call.case.tables[::-1]
+        call.refused(InvalidArgument, "none may be negative", which, block_tables=backwards)
+
+
+@pytest.mark.parametrize("which", BOTH)
+def test_head_scales_that_do_not_fit_are_refused(machine: Machine, which: str) -> None:
+    """A cache may be put together by hand."""
+    case, query, _ = make("head", np.random.default_rng(21), lengths=[20])
+    cache = machine.pool(case.layout, case.num_blocks, case.pool, case.head_scales)
+    scales = cache.head_scales
+    lens: Any = [20] if which == "prefill" else machine.tensor(case.seq_lens)
+    starts = ([0, 1],) if which == "prefill" else ()
+    rest = (*starts, machine.tensor(case.tables), lens)
+    for kind, match, wrong in (
+        (InvalidType, "head_scales must be a torch", None),
+        (InvalidArgument, r"head_scales has shape \[2, 2\]", scales[0]),
+        (InvalidArgument, "head_scales has strides", scales.swapaxes(0, 2)),
+    ):
+        call = getattr(machine.backend, f"{which}_attention")
+        with pytest.raises(kind, match=match):
+            call(replace(cache, head_scales=wrong), 1, machine.tensor(query), *rest, scale=0.1)
 
 
 def query_dtype(call: Call) -> Any:
@@ -424,13 +548,15 @@ def test_plans_refuse_what_cannot_be(machine: Machine) -> None:
         ("3 query heads over 2 kv heads", ([4], 3)),
         ("must be 1 to 16 times", ([4], 34)),
         (r"seq_lens\[1\]", ([4, -1], 2)),
+        (r"seq_lens\[0\] = 1073741825", ([(1 << 30) + 1], 2)),
     ):
         with pytest.raises(InvalidArgument, match=match):
             plan(layout, *given)
     with pytest.raises(InvalidArgument, match="window"):
         plan(layout, [4], 2, window=-3)
-    with pytest.raises(InvalidType):
-        plan(layout, [4.5], 2)  # type: ignore[list-item]
+    for given in ((layout, [4.5], 2), (layout, [4], 2.0), ("layout", [4], 2)):
+        with pytest.raises(InvalidType):
+            plan(*given)  # type: ignore[arg-type]
 
 
 def test_a_bad_block_id_is_refused(machine: Machine) -> None:

@@ -258,6 +258,13 @@ def test_staging_too_small_or_the_pool_itself(machine: Machine) -> None:
     same(machine.bytes_of(staging), staged)
 
 
+def test_what_is_no_layout(machine: Machine) -> None:
+    for call in (machine.backend.allocate, machine.backend.allocate_host):
+        for wrong in ("layout", None, 3):
+            with pytest.raises(InvalidType, match="layout must be a KVLayout, not"):
+                call(wrong, 4)
+
+
 def test_what_is_no_cache(machine: Machine) -> None:
     cache = machine.pool(SMALL, 4, np.random.default_rng(12))
     before = machine.bytes_of(cache)

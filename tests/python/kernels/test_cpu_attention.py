@@ -269,7 +269,11 @@ def test_any_shape(data: st.DataObject) -> None:
     options: dict[str, Any] = {}
     if draw(st.booleans()):
         options["window"] = draw(st.integers(1, 150))
-    group = draw(st.integers(1, 5))
+    group = draw(st.sampled_from([1, 2, 3, 5, 8, 16]))
+    if draw(st.booleans()):
+        options["soft_cap"] = draw(st.sampled_from([0.5, 30.0, 1e6]))
+    if draw(st.booleans()):
+        options["alibi_slopes"] = torch.linspace(0.01, 1, group * layout.num_kv_heads)
     layer = layout.num_layers - 1
     check_decode(backend, batch, batch.query(len(lens), group), layer=layer, **options)
     chunks = [draw(st.integers(0, tokens)) for tokens in lens]

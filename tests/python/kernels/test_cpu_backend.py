@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,44 @@ def test_out_of_memory_states_the_bytes() -> None:
     num_blocks = (1 << 45) // layout.block_bytes
     with pytest.raises(OutOfMemory, match=str(layout.pool_bytes(num_blocks))):
         get_backend("cpu").allocate(layout, num_blocks)
+
+
+def test_torchs_default_device_is_not_asked() -> None:
+    batch = Batch(KVLayout(1, 1, 64, dtype="float32"), [20])
+    backend = get_backend("cpu")
+    rest = (0, batch.query(1, 1), batch.tables, batch.seq_lens)
+    wanted = backend.decode_attention(batch.cache, *rest, scale=0.1)
+    torch.set_default_device("meta")
+    try:
+        assert backend.allocate(batch.layout, 2).buffer.is_cpu
+        assert backend.allocate_host(batch.layout, 2).buffer.is_cpu
+        found = backend.decode_attention(batch.cache, *rest, scale=0.1)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found, wanted)
+
+
+def test_numpy_arrays_pass_for_tensors() -> None:
+    batch = Batch(KVLayout(1, 1, 64, dtype="float32"), [20])
+    backend = get_backend("cpu")
+    query = batch.query(1, 1)
+    wanted = backend.decode_attention(
+        batch.cache, 0, query, batch.tables, batch.seq_lens, scale=0.1
+    )
+    cache = replace(batch.cache, buffer=batch.cache.buffer.numpy())
+    arrays = (query.numpy(), batch.tables.numpy(), batch.seq_lens.numpy())
+    found = backend.decode_attention(cache, 0, *arrays, scale=0.1)
+    np.testing.assert_array_equal(found, wanted.numpy())
+
+
+@pytest.mark.parametrize("blocks", [1, 3, "2"])
+def test_a_cache_that_says_what_it_is_not(blocks: Any) -> None:
+    batch = Batch(KVLayout(1, 1, 64, dtype="float32"), [20])
+    cache = replace(batch.cache, num_blocks=blocks)
+    with pytest.raises(InvalidArgument, match=r"cache.buffer has shape|num_blocks"):
+        get_backend("cpu").decode_attention(
+            cache, 0, batch.query(1, 1), batch.tables, batch.seq_lens, scale=0.1
+        )
 
 
 def test_host_pools_are_block_major() -> None:

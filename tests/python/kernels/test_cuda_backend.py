@@ -105,6 +105,38 @@ def test_streams_change_nothing(make: Make, expected: list[Any]) -> None:
             np.testing.assert_array_equal(one.view(np.uint8), wanted.view(np.uint8))
 
 
+def test_attention_while_a_graph_is_recorded(make: Make) -> None:
+    """A decode with a plan is recorded; a prefill is refused, for its lists do not live as long as the graph."""
+    backend, gpu = make()
+    cache = filled(backend, LAYOUT, 6, seed=2)
+    rng = np.random.default_rng(5)
+    query = rng.normal(size=(2, 4, 64)).astype(np.float16)
+    tables, lens = np.array([[1, 2], [3, 4]], np.int32), np.array([20, 31], np.int32)
+    plan = backend.plan_decode(LAYOUT, lens, 4)
+
+    def decode() -> Any:
+        return backend.decode_attention(cache, 0, query, tables, lens, scale=0.1, plan=plan)
+
+    def prefill() -> Any:
+        return backend.prefill_attention(cache, 0, query, [0, 1, 2], tables, lens, scale=0.1)
+
+    wanted, _ = decode(), prefill()
+    backend.synchronise()
+    recording = gpu.new_stream()
+    gpu.capture.add(recording.ptr)
+    with backend._launcher.on(recording):
+        found = decode()
+        with pytest.raises(
+            KernelError, match="the lists of a prefill cannot be kept while a CUDA graph"
+        ):
+            prefill()
+        with pytest.raises(KernelError, match="ids cannot be copied to the GPU while a CUDA graph"):
+            backend.move_blocks(cache, [0], [1])
+    gpu.capture.clear()
+    gpu.finish()
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_it_is_a_backend(make: Make) -> None:
     backend, _ = make()
     assert isinstance(backend, Backend)

@@ -199,6 +199,52 @@ def test_memory_dropped_while_a_graph_is_recorded_goes_back_after(make: Any) -> 
     assert given_back[1] == wanted[1]
 
 
+def test_a_graph_is_recorded_on_another_stream_than_the_plan_was_made_on(make: Any) -> None:
+    """CUDA lets nothing that is recorded wait for an event from outside; torch records on a stream of its own."""
+    runtime, gpu = make()
+    seen: list[Any] = []
+    gpu.kernels["read"] = seen.append
+    plan = runtime.upload(np.arange(4, dtype=np.int32))
+    gpu.finish()  # as torch.cuda.graph waits before it records
+    recording = gpu.new_stream()
+    gpu.capture.add(recording.ptr)
+    with runtime.on(recording):
+        runtime.launch("copy", "read", {}, (1,), (1,), (plan,))
+    gpu.capture.clear()
+    gpu.finish()
+    assert seen == [plan.pointer]
+    other = gpu.new_stream()  # a stream that is not recorded still waits for the upload
+    with runtime.on(other):
+        runtime.launch("copy", "read", {}, (1,), (1,), (plan,))
+    del plan
+    gpu.finish()
+    assert len(seen) == 2
+
+
+def test_memory_used_on_a_recorded_stream_goes_back_after_the_recording(make: Any) -> None:
+    runtime, gpu = make(pace=0.0)
+    plan = runtime.upload(np.arange(4, dtype=np.int32))
+    gpu.kernels["read"] = lambda pointer: None
+    guest = gpu.new_stream()
+    with runtime.on(guest):
+        runtime.launch("copy", "read", {}, (1,), (1,), (plan,))
+    gpu.capture.add(guest.ptr)
+    freed: list[int] = []
+    waits: list[int] = []
+    free, wait = gpu.free, gpu.wait
+    gpu.free = lambda pointer, stream: freed.append(pointer) or free(pointer, stream)
+    gpu.wait = lambda stream, event: waits.append(event.stream) or wait(stream, event)
+    pointer = plan.pointer
+    del plan
+    assert not freed
+    assert not waits
+    gpu.capture.clear()
+    kept = runtime.scratch((1,), "int32")
+    assert freed == [pointer]
+    assert kept.pointer
+    assert waits == [guest.ptr]  # its guest's work comes first all the same
+
+
 def test_each_thread_has_its_own_choice_of_stream(make: Any) -> None:
     runtime, gpu = make()
     here, there = gpu.new_stream(), gpu.new_stream()

@@ -126,7 +126,8 @@ def test_one_ranks_share_of_the_heads(heads: int, ranks: int, share: int) -> Non
         ({"scale": "token"}, "a bfloat16 cache takes scale=none, not 'token'"),
         ({"dtype": "float8_e4m3"}, "takes scale=token, head or block"),
         ({"head_dim": 20}, "40 bytes: a head must be a multiple of 16"),
-        ({"head_dim": 1 << 30, "num_kv_heads": 1 << 20}, "a block of"),
+        ({"head_dim": 1032}, "head_dim 1032: at most 1024"),
+        ({"block_size": 1 << 30, "num_kv_heads": 1 << 20}, "a block of"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, object], message: str) -> None:

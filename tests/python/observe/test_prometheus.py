@@ -231,7 +231,7 @@ def test_labels() -> None:
 
 
 def test_fuzzed_bodies_neither_crash_nor_invent() -> None:
-    """2,000 mutations: a body is refused, or each value is one that is written in it."""
+    """10,000 mutations: a body is refused, or each value is one that is written in it."""
     rng = random.Random(20)
     names = [
         "num_requests_running",
@@ -253,7 +253,7 @@ def test_fuzzed_bodies_neither_crash_nor_invent() -> None:
         info='num_gpu_blocks="120",block_size="32"',
     ) + vllm_body({"num_requests_running": 5}, 'engine="1",model_name="m"')
     refused = read_well = 0
-    for _ in range(2_000):
+    for _ in range(10_000):
         body = mutate(base, rng)
         try:
             samples = Reader("x").read(body.encode("utf-8", errors="replace"), 0.0)
@@ -267,8 +267,8 @@ def test_fuzzed_bodies_neither_crash_nor_invent() -> None:
                 value = getattr(sample, field)
                 assert value is None or value in written, (field, body)
             assert sample.preemptions_total != 0 or 0.0 in written
-    assert refused > 300
-    assert read_well > 300
+    assert refused > 1_500
+    assert read_well > 1_500
 
 
 def _numbers(body: str) -> Iterator[float]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcatch.errors import InvalidArgument
 from kvcatch.observe.diagnose.verdict import Evidence
+from kvcatch.observe.leaks import check_replica, conservation, leak_slope
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,9 +34,6 @@ _STORM_LEAST = 10
 _COLLAPSE = 5.0
 _FROZEN_S = 600.0
 _FROZEN_REQUESTS = 20
-_IDLE_S = 30.0
-_LEASE_S = 480.0
-"""vLLM's longest default before an aborted transfer gives its blocks back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +53,6 @@ class Fault:
     arithmetic: str
     confidence: float
     is_certain: bool = True
-
-
-def conservation(
-    total: float,
-    available: float,
-    evictable: float,
-    protected: float = 0.0,
-    session_held: float = 0.0,
-) -> float:
-    """Tokens (or blocks) that are missing: ``total - available - evictable - protected - session_held``.
-
-    More than 0 on an idle engine is a leak, less than 0 a double free: something was given back twice.
-    """
-    return total - available - evictable - protected - session_held
-
-
-def leak_slope(requests: Sequence[float], used_blocks: Sequence[float]) -> float:
-    """Blocks that stay held per finished request, from samples taken while idle (least squares).
-
-    Raises:
-        InvalidArgument: There are fewer than two different request counts.
-    """
-    n = len(requests)
-    if n != len(used_blocks) or len(set(requests)) < 2:
-        raise InvalidArgument(f"{n} idle samples: needs two different request counts at least")
-    mean_x, mean_y = sum(requests) / n, sum(used_blocks) / n
-    above = sum((x - mean_x) * (y - mean_y) for x, y in zip(requests, used_blocks, strict=True))
-    return above / sum((x - mean_x) ** 2 for x in requests)
 
 
 def fill_share(tokens: int, block_size: int) -> float:
@@ -165,139 +133,17 @@ def _collapse(found: Sequence[Interval], first: Interval) -> Fault | None:
     return Fault("preemption_storm", Evidence(first.start_s, found[-1].end_s, text), text, 0.8)
 
 
-def _held(state: EngineSample) -> tuple[float, str] | None:
-    """What an idle engine still holds, and of what; None when that is not known."""
-    if state.pool_tokens and state.available_tokens is not None:
-        if state.evictable_tokens is None:
-            return None
-        missing = conservation(
-            state.pool_tokens,
-            state.available_tokens,
-            state.evictable_tokens,
-            state.protected_tokens or 0.0,
-            state.session_held_tokens or 0.0,
-        )
-        text = (
-            f"{state.pool_tokens:,.0f} total - {state.available_tokens:,.0f} available - "
-            f"{state.evictable_tokens:,.0f} evictable = {missing:,.0f} tokens"
-        )
-        return missing, text
-    if state.clean_blocks is not None and state.cached_blocks is not None and state.num_blocks:
-        missing = state.num_blocks - state.clean_blocks - state.cached_blocks
-        text = (
-            f"{state.num_blocks:,.0f} total - {state.clean_blocks:,.0f} free - "
-            f"{state.cached_blocks:,.0f} cached = {missing:,.0f} blocks"
-        )
-        return missing, text
-    if state.used_blocks is not None and state.num_blocks:
-        return state.used_blocks, f"{state.used_blocks:,.0f} of {state.num_blocks:,.0f} blocks held"
-    if state.kv_usage_share is not None:
-        return state.kv_usage_share, f"{state.kv_usage_share:.2%} of the pool held"
-    return None
-
-
-def _is_idle(state: EngineSample) -> bool:
-    others = (state.waiting_requests, state.waiting_deferred_requests, state.swapped_requests)
-    return state.running_requests == 0 and not any(others)
-
-
 def find_leak(samples: Sequence[EngineSample], context: Context) -> Fault | None:
     """What is held while nothing runs or waits, for longer than a lease of a transfer can last."""
-    if any(sample.pinned_objects is not None for sample in samples):
-        return _pin_leak(samples)
-    last_busy = [index for index, sample in enumerate(samples) if not _is_idle(sample)]
-    tail = samples[last_busy[-1] + 1 :] if last_busy else samples
-    slope = _slope(samples)
-    if slope is not None:
-        return slope
-    if not tail:
-        return _backlog(samples)
-    held = [_held(sample) for sample in tail]
-    if any(item is None for item in held) or not held[-1]:
+    check = check_replica(samples, block_size=context.limits.block_size)
+    is_note = check.state == "lease" or (check.state == "backlog" and check.is_full)
+    if not check.is_leak and not is_note:
         return None
-    values = [item[0] for item in held if item is not None]
-    missing, text = held[-1]
-    if min(values) <= 1e-4 and max(values) >= -1e-4:
-        return None
-    seconds = tail[-1].t_seconds - tail[0].t_seconds
-    has_transfers = any(sample.transfer_descriptors_sum is not None for sample in tail)
-    needed = _LEASE_S if has_transfers else _IDLE_S
-    is_exact = tail[-1].evictable_tokens is not None and len(set(values)) == 1
-    if is_exact and not has_transfers:
-        # The engine's own sum of everything: a whole window of it is enough.
-        needed = min(_IDLE_S, samples[-1].t_seconds - samples[0].t_seconds)
-    start, end = tail[0].t_seconds, tail[-1].t_seconds
-    if (len(tail) < 3 and not is_exact) or seconds < needed:
-        if len(tail) < 3 or not has_transfers:
-            return None
-        note = f"{text}: a transfer's lease may hold it for up to {needed:,.0f} s, after that it is a leak"
-        return Fault("leak", Evidence(start, end, note), note, 0.4, is_certain=False)
-    evidence = Evidence(start, end, f"idle for {seconds:,.0f} s: {text}")
-    if missing < 0:
-        size = context.limits.block_size or tail[-1].block_size_tokens
-        pages = f" = {-missing / size:,.0f} pages of {size:,.0f}" if size else ""
-        text = f"{text}{pages} too many: given back twice (a double free)"
-    return Fault("leak", evidence, text, 0.9)
-
-
-def _slope(samples: Sequence[EngineSample]) -> Fault | None:
-    """Idle moments hold more the more requests have ended."""
-    idle: dict[float, tuple[float, float]] = {}
-    for sample in samples:
-        if (
-            sample.used_blocks is not None
-            and sample.finished_total is not None
-            and _is_idle(sample)
-        ):
-            known = idle.get(sample.finished_total)
-            if known is None or sample.used_blocks < known[0]:
-                idle[sample.finished_total] = (sample.used_blocks, sample.t_seconds)
-    rows = sorted((done, held, at) for done, (held, at) in idle.items())
-    rows = [row for row in rows if row[1] > 0]
-    if len(rows) < 3 or any(b[1] <= a[1] for a, b in itertools.pairwise(rows)):
-        return None
-    slope = leak_slope([row[0] for row in rows], [row[1] for row in rows])
-    blocks = next((s.num_blocks for s in reversed(samples) if s.num_blocks), None)
-    text = (
-        f"idle and still held: {rows[0][1]:,.0f} blocks after {rows[0][0]:,.0f} requests, "
-        f"{rows[-1][1]:,.0f} after {rows[-1][0]:,.0f}: {slope:.2f} blocks per request"
-    )
-    if blocks:
-        end = rows[-1][0] + (blocks - rows[-1][1]) / slope
-        text += f"; the pool of {blocks:,.0f} is gone after about {end:,.0f} requests"
-    return Fault("leak", Evidence(rows[0][2], rows[-1][2], text), text, 0.9)
-
-
-def _backlog(samples: Sequence[EngineSample]) -> Fault | None:
-    usage = [s.kv_usage_share for s in samples if s.kv_usage_share is not None]
-    if len(usage) < 2 or min(usage) < 0.95:
-        return None
-    running = [s.running_requests or 0.0 for s in samples]
-    if min(running) < 1:
-        return None
-    text = (
-        f"{min(usage):.0%} to {max(usage):.0%} KV with {min(running):,.0f} to {max(running):,.0f} "
-        "running: a backlog, not a leak; a leak shows only when nothing runs"
-    )
-    return Fault(
-        "leak", Evidence(samples[0].t_seconds, samples[-1].t_seconds, text), text, 0.0, False
-    )
-
-
-def _pin_leak(samples: Sequence[EngineSample]) -> Fault | None:
-    rows = [(s.t_seconds, s.failed_allocations_total) for s in samples]
-    pinned = [s.pinned_objects for s in samples if s.pinned_objects is not None]
-    if len(pinned) < 3 or rows[-1][0] - rows[0][0] < _IDLE_S:
-        return None
-    grows = all(b >= a for a, b in itertools.pairwise(pinned))
-    first, last = rows[0][1], rows[-1][1]
-    if first is None or last is None or last - first < 10 or not grows or pinned[-1] < 1:
-        return None
-    text = (
-        f"pinned objects only grow, {pinned[0]:,.0f} to {pinned[-1]:,.0f}, and {last - first:,.0f} "
-        "evictions failed: pins are not given back"
-    )
-    return Fault("leak", Evidence(rows[0][0], rows[-1][0], text), text, 0.8)
+    text = check.arithmetic
+    if check.is_leak and check.idle_s:
+        text = f"idle for {check.idle_s:,.0f} s: {text}"
+    evidence = Evidence(check.start_s, check.end_s, text)
+    return Fault("leak", evidence, check.arithmetic, check.confidence, check.is_leak)
 
 
 def find_prefix_fault(found: Sequence[Interval]) -> Fault | None:

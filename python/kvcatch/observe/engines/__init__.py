@@ -12,9 +12,9 @@ from kvcatch.observe.engines.vllm import VLLM
 __all__ = ["FAMILIES", "Family", "Metric", "family_of"]
 
 FAMILIES = {
-    family.engine: family for family in (KVCATCH, VLLM, SGLANG, TRTLLM, TGI, DYNAMO, LMCACHE)
+    family.engine: family for family in (VLLM, KVCATCH, SGLANG, TRTLLM, TGI, DYNAMO, LMCACHE)
 }
-"""Every adapter by engine."""
+"""Every adapter by engine; ``kvcatch_vllm_`` is vLLM's, so it comes before ``kvcatch_``."""
 
 
 def family_of(name: str) -> Family | None:

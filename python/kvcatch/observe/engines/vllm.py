@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcatch.observe.engines.table import Family, Metric
+from kvcatch.observe.engines.vllm_plugin import PREFIX, ROWS
 
 if TYPE_CHECKING:
     from kvcatch.observe.engines.table import Labels
@@ -44,6 +45,9 @@ def _finish(sample: EngineSample) -> None:
     if sample.waiting_requests is not None and None not in reasons:
         sample.waiting_requests = max(sample.waiting_requests, sum(part or 0.0 for part in reasons))
     blocks, usage = sample.num_blocks, sample.kv_usage_share
+    if usage is None and blocks is not None and blocks > 1 and sample.free_blocks is not None:
+        # The plugin's page counts blocks; the share is vLLM's own.
+        usage = sample.kv_usage_share = 1 - sample.free_blocks / (blocks - 1)
     if blocks is not None and usage is not None and blocks > 1:
         # BlockPool.get_usage = 1 - free / (num_gpu_blocks - 1): the null block is never handed out.
         sample.free_blocks = float(round((1 - usage) * (blocks - 1)))
@@ -54,7 +58,7 @@ def _finish(sample: EngineSample) -> None:
 
 VLLM = Family(
     engine="vllm",
-    prefixes=(_P,),
+    prefixes=(_P, PREFIX),
     identity=("model_name", "engine"),
     usage_of=(
         "blocks that requests reference, of all blocks but the null block; cached blocks nobody "
@@ -209,6 +213,7 @@ VLLM = Family(
         ),
         Metric(_P + "nixl_num_descriptors_sum", "transfer_descriptors_sum", "sum"),
         Metric(_P + "mooncake_num_descriptors_sum", "transfer_descriptors_sum", "sum"),
+        *ROWS,
     ),
 )
 """Names as the engine wrote them; ``num_requests_waiting_by_reason{reason="capacity"}`` means that the
