@@ -212,6 +212,7 @@ class FreeBlocks:
         """Ids in hand-out order as things stand: clean blocks, then cached ones, next victim first."""
     def validate(self) -> None: ...
 
+@disjoint_base
 class BlockQueue:
     """``FreeBlocks`` behind the interface of vLLM's ``FreeKVCacheBlockQueue``, on the engine's block objects.
 
