@@ -6,6 +6,7 @@ from typing import Any, Literal, Self, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import disjoint_base
 
 from kvcatch.kernels import Backend, KVCache
 
