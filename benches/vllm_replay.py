@@ -39,13 +39,12 @@ class Vllm:
     """What of vLLM a replay needs, over its versions."""
 
     def __init__(self) -> None:
+        import vllm
         from vllm.sampling_params import SamplingParams
         from vllm.v1.core import kv_cache_utils
         from vllm.v1.core.kv_cache_manager import KVCacheManager
         from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
         from vllm.v1.request import Request, RequestStatus
-
-        import vllm
 
         try:
             from vllm.utils.hashing import sha256

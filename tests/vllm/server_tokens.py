@@ -20,10 +20,10 @@ BLOCKS = int(os.environ.get("SERVER_BLOCKS", "64"))
 
 
 def main() -> None:
+    from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.inputs import TokensPrompt
 
     from kvcatch.vllm import plugin
-    from vllm import EngineArgs, LLMEngine, SamplingParams
 
     plugin.register()
     if bool(plugin._installed) != bool(os.environ.get("KVCATCH_VLLM")):
