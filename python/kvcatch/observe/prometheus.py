@@ -26,6 +26,7 @@ MAX_BODY_BYTES = 64 * 2**20
 """A larger body is refused: no engine's metrics come near it."""
 
 _MAX_SERIES = 200_000
+_MAX_SKIPPED = 20_000
 _PROCESS_START = "process_start_time_seconds"
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\\n]|\\.)*)"\s*(,|$)')
@@ -100,6 +101,8 @@ class Reader:
         self.endpoint = endpoint
         self.names: dict[str, set[str]] = {}
         self._known: dict[str, Slot] = {}
+        # Series that no table wants: most of a body, and the same ones each time.
+        self._skipped: set[str] = set()
         self._by_meaning: dict[tuple[object, ...], Slot] = {}
         self._replicas: dict[tuple[str, ...], _Replica] = {}
         self._partial: list[tuple[str, dict[str, str], str, int, Slot]] = []
@@ -126,7 +129,7 @@ class Reader:
         """
         text = self._text(body)
         self._generation += 1
-        generation, known = self._generation, self._known
+        generation, known, skipped = self._generation, self._known, self._skipped
         found = 0
         for line in text.split("\n"):
             if not line or line[0] == "#":
@@ -138,8 +141,12 @@ class Reader:
                 series, rest = line[: end + 1], line[end + 1 :]
             slot = known.get(series)
             if slot is None:
-                name = series.partition("{")[0]
-                if not self.wants(name):
+                if series in skipped:
+                    continue
+                if not self.wants(series.partition("{")[0]):
+                    if len(skipped) >= _MAX_SKIPPED:
+                        skipped.clear()
+                    skipped.add(series)
                     continue
                 if " # " in line:
                     parsed = parse_line(line)
