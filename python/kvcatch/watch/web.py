@@ -145,7 +145,13 @@ class WebServer:
                     self._cache.popitem(last=False)
             return body
 
-        return asyncio.run_coroutine_threadsafe(make(), self._loop).result(timeout=_ANSWER_S)
+        asked_for = make()
+        try:
+            future = asyncio.run_coroutine_threadsafe(asked_for, self._loop)
+        except RuntimeError:  # it has ended meanwhile
+            asked_for.close()
+            raise
+        return future.result(timeout=_ANSWER_S)
 
     def is_expected(self, host: str | None) -> bool:
         """Whether a request's Host may be answered: a page of another name must not read a local one."""

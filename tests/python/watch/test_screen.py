@@ -196,7 +196,7 @@ def test_live_one_dies_and_the_other_goes_on(make_engine: Make) -> None:
     ("name", "at_s", "gate"),
     [
         ("kvfull", 16.0, "capacity"),
-        ("seqcap", 6.0, "max_num_seqs"),
+        ("seqcap", 8.0, "max_num_seqs"),
         ("headofline", 11.0, "head_of_line"),
     ],
 )
