@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import json
 import os
 import pty
 import signal
@@ -21,6 +22,7 @@ import sys
 import termios
 import threading
 import time
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -126,14 +128,29 @@ def measure(pid: int, seconds: float) -> tuple[float, float]:
     return (cpu_seconds(pid) - cpu) / (time.monotonic() - start), peak_mib(pid)
 
 
-def poll(url: str, stop: threading.Event) -> None:
-    """What one open page asks for."""
-    key = ""
-    while not stop.wait(1.0):
-        with urllib.request.urlopen(f"{url}state.json?seconds=600{key}", timeout=10) as answer:
-            data = answer.read()
-        key = "&key=e0:vllm:model_name%3Da-model-with-a-name-of-usual-length,engine%3D0"
-        assert b'"unreachable":0' in data, data[:300]
+class Page(threading.Thread):
+    """Asks for what one open page asks for, every second.
+
+    Attributes:
+        answers: How many answers held the curves of the chosen endpoint.
+        stop: Set it to end.
+    """
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.answers = 0
+        self.stop = threading.Event()
+        self._url = f"{url}state.json?seconds=600&key="
+
+    def run(self) -> None:
+        key = ""
+        while not self.stop.wait(1.0):
+            asked = self._url + urllib.parse.quote(key)
+            with urllib.request.urlopen(asked, timeout=10) as answer:
+                state = json.load(answer)
+            assert state["unreachable"] == 0, state
+            self.answers += "curves" in state
+            key = state["replicas"][0]["key"]
 
 
 def main() -> None:
@@ -188,15 +205,18 @@ def web(command: list[str], seconds: float, polled: bool) -> tuple[float, float]
     process = subprocess.Popen(
         [*command, "--web", "--port", "0"], stdout=subprocess.PIPE, text=True
     )
-    stop = threading.Event()
     try:
         assert process.stdout is not None
-        url = process.stdout.readline().split()[0]
+        page = Page(process.stdout.readline().split()[0])
         if polled:
-            threading.Thread(target=poll, args=(url, stop), daemon=True).start()
-        return measure(process.pid, seconds)
+            page.start()
+        found = measure(process.pid, seconds)
+        if polled:
+            page.stop.set()
+            page.join()
+            assert page.answers >= 0.8 * seconds, f"{page.answers} answers"
+        return found
     finally:
-        stop.set()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -203,8 +205,8 @@ def curve_lines(
             elif at == len(drawn) - 1:
                 label = "0"
             line = Text(f"{label:>{_AXIS - 1}} ", _DIM, no_wrap=True)
-            for sign, who in signs:
-                line.append(sign, _COLOURS[who] if who >= 0 else "")
+            for who, run in groupby(signs, key=itemgetter(1)):
+                line.append("".join(sign for sign, _ in run), _COLOURS[who] if who >= 0 else "")
             lines.append(line)
         if all(np.isnan(part).all() for part in values) and len(drawn):
             lines[-len(drawn)] = Text(" " * _AXIS + "unknown over this time", _DIM)

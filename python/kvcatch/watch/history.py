@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,22 +192,21 @@ def bins(
     if width <= 0:
         return found
     rows = between(rows, start_s - hold_s, end_s)
-    values = rows[:, AT[name]]
-    at = np.floor((rows[:, 0] - start_s) / width).astype(int)
     keep = min if name in _LOWEST else max
-    last, until = np.nan, -1.0
-    index = 0
-    for number in range(count):
-        best = np.nan
-        while index < len(at) and min(at[index], count - 1) <= number:
-            value = values[index]
-            if at[index] >= 0 and not np.isnan(value):
-                best = value if np.isnan(best) else keep(best, value)
-            last, until = value, float(rows[index, 0]) + hold_s
-            index += 1
-        if np.isnan(best) and start_s + number * width <= until:
-            best = last
-        found[number] = best
+    numbers = np.floor((rows[:, 0] - start_s) / width).clip(-1, count - 1).astype(int).tolist()
+    best: dict[int, float] = {}
+    # From each look on its value holds: until the next one, or for hold_s.
+    looks = list(zip(numbers, rows[:, 0].tolist(), rows[:, AT[name]].tolist(), strict=True))
+    for index, (number, at, value) in enumerate(looks):
+        if math.isnan(value):
+            continue
+        if number >= 0:
+            best[number] = keep(best[number], value) if number in best else value
+        following = looks[index + 1][0] if index + 1 < len(looks) else count
+        last = min(following, math.floor((at + hold_s - start_s) / width) + 1, count)
+        found[max(number + 1, 0) : max(last, 0)] = value
+    for number, value in best.items():
+        found[number] = value
     return found
 
 
