@@ -73,7 +73,9 @@ def _install(shape: Shape, settings: Settings) -> None:
 
 
 def unregister() -> None:
-    """Put vLLM's own classes back; engines made meanwhile keep what they have."""
+    """Put vLLM's own classes back and stop publishing; engines made meanwhile keep what they have."""
     global _installed  # noqa: PLW0603
     patch.restore_all()
+    if _installed is not None and _installed.observe:
+        importlib.import_module("kvcatch.vllm.observe").uninstall()
     _installed = None

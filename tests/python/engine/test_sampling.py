@@ -41,6 +41,8 @@ def test_top_k_and_top_p_cut_the_tail() -> None:
     assert set(draw(logits, top_p=0.7)) == {0, 1}
     assert set(draw(logits, top_p=0.71)) == {0, 1, 2}
     assert set(draw(logits, top_p=1e-6)) == {0}
+    # What is reached exactly is enough.
+    assert len(set(draw([0.0, 0.0], top_p=0.5))) == 1
     # After top-k = 3 the probabilities are 4/9, 3/9, 2/9: 0.7 takes two of them.
     assert set(draw(logits, top_k=3, top_p=0.7)) == {0, 1}
 

@@ -14,6 +14,8 @@ from kvcatch.vllm.observe.tags import Tagger
 
 if TYPE_CHECKING:
     from kvcatch.vllm.observe.observer import Observer
+    from kvcatch.vllm.settings import Settings
+    from kvcatch.vllm.versions import Shape
 
 __all__ = ["install", "publisher", "uninstall"]
 
@@ -30,17 +32,17 @@ def publisher() -> Publisher | None:
     return _state.get("publisher")
 
 
-def install(shape: Any, settings: Any) -> bool:
+def install(shape: Shape, settings: Settings) -> bool:
     """Observe every Scheduler that this process makes from now on.
 
     Args:
-        shape: vLLM's version, as far as it is known; its text is shown, nothing else.
-        settings: ``socket``, ``listen``, ``token``, ``tag_pattern`` and ``top_k`` of the plugin's
-            settings.
+        shape: Not needed: the methods wrapped here are looked for by name.
+        settings: The plugin's; ``socket``, ``listen``, ``token``, ``tag_pattern`` and ``top_k`` are read.
 
     Returns:
         Whether it is on; where not, one log line says why and vLLM is untouched.
     """
+    del shape
     try:
         from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -50,7 +52,7 @@ def install(shape: Any, settings: Any) -> bool:
         if missing:
             _log.warning("kvcatch: observe is off: vLLM's Scheduler has no %s", ", ".join(missing))
             return False
-        tagger = Tagger.parse(getattr(settings, "tag_pattern", None))
+        tagger = Tagger.parse(settings.tag_pattern)
         import prometheus_client  # noqa: F401
     except ImportError as error:
         _log.warning("kvcatch: observe is off: %s; pip install kvcatch[vllm]", error)
@@ -75,7 +77,7 @@ def uninstall() -> None:
         serving.close()
 
 
-def _publish(observer: Observer, settings: Any) -> None:
+def _publish(observer: Observer, settings: Settings) -> None:
     """Publish an engine core; in a process that makes a second one, the newest is shown."""
     config = observer.scheduler.vllm_config
     parallel = getattr(config, "parallel_config", None)
@@ -86,7 +88,7 @@ def _publish(observer: Observer, settings: Any) -> None:
     pages = EnginePages(
         observer,
         names,
-        int(getattr(settings, "top_k", None) or 20),
+        settings.top_k,
         _blocks_per_page(observer.scheduler),
     )
     served = _Newest(pages)
@@ -95,13 +97,12 @@ def _publish(observer: Observer, settings: Any) -> None:
         known.pages.show(pages)
         return
     made = Publisher(served, served.check_idle)
-    path = socket_path(getattr(settings, "socket", None), f"engine-{names.rank}")
+    path = socket_path(settings.socket, f"engine-{names.rank}")
     is_on = path is not None and made.serve_socket(path)
-    listen = getattr(settings, "listen", None)
-    if listen:
-        token = getattr(settings, "token", None) or None
+    if settings.listen:
         try:
-            is_on |= made.serve_port(Listen.parse(str(listen), token, names.rank))
+            listen = Listen.parse(settings.listen, settings.token or None, names.rank)
+            is_on |= made.serve_port(listen)
         except KvcatchError as error:
             _log.warning("kvcatch: observe is not published on a port: %s", error)
     if is_on:
