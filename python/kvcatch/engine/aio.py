@@ -125,7 +125,12 @@ class AsyncEngine:
             return stream
 
         stream = Stream(self)
-        return await self.call(add)
+        try:
+            return await self.call(add)
+        except asyncio.CancelledError:
+            # It may have been queued, or is about to be: then nobody would read it. Calls keep their order.
+            self._post(lambda: self._forsake(stream), lambda: None)
+            raise
 
     def abort(self, request_id: str) -> None:
         """End a request between two steps; does not wait. One that has ended is left alone."""
@@ -148,13 +153,16 @@ class AsyncEngine:
             try:
                 result = function()
             except Exception as error:
-                loop.call_soon_threadsafe(settle, done.set_exception, error)
+                tell(done.set_exception, error)
             else:
-                loop.call_soon_threadsafe(settle, done.set_result, result)
+                tell(done.set_result, result)
 
         def drop() -> None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(settle, done.set_exception, self._died())
+            tell(done.set_exception, self._died())
+
+        def tell(how: Callable[[Any], None], value: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens
+                loop.call_soon_threadsafe(settle, how, value)
 
         if not self._post(work, drop):
             raise self._died()
@@ -210,6 +218,12 @@ class AsyncEngine:
             if stream is not None and stream.request.is_finished:
                 stream.put(None)
                 del self._streams[name]
+
+    def _forsake(self, stream: Stream) -> None:
+        """End the request of a stream that nobody got, if it was queued."""
+        request = getattr(stream, "request", None)
+        if request is not None:
+            self._deliver(self.engine.abort(request.id))
 
     def _died(self) -> EngineDied:
         if self._error is not None:

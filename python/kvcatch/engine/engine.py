@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ from kvcatch.engine.output import Delta, OutputText, ending
 from kvcatch.engine.request import FinishReason, Request, Status
 from kvcatch.engine.sampling import SamplingParams, sample
 from kvcatch.engine.scheduler import Scheduler
-from kvcatch.errors import InvalidArgument
+from kvcatch.errors import InvalidArgument, InvalidType
 from kvcatch.observe.exporter.histogram import RequestHistograms
 
 if TYPE_CHECKING:
@@ -157,16 +158,22 @@ class Engine:
             salt: only requests of the same salt share its blocks.
 
         Raises:
-            InvalidArgument: an empty prompt, a token outside the vocabulary, an id under way.
+            InvalidArgument: an empty prompt, a token outside the vocabulary, an id under way; ``min_tokens``
+                with every token of the vocabulary as one that ends the output.
+            InvalidType: a prompt, name, priority, tag or salt of the wrong type.
             Rejected: it can never run.
             QueueFull: the governor takes no more work now.
         """
         params = params or SamplingParams()
         arrival = next(self._arrivals)
         name = request_id if request_id is not None else f"req-{arrival}"
+        _check_labels(name, priority, tags, salt)
         if name in self.requests:
             raise InvalidArgument(f"request_id {name!r}: a request of that name is under way")
-        tokens = [int(token) for token in prompt]
+        try:
+            tokens = [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise InvalidType(f"prompt must be token ids: {error}") from None
         if not tokens:
             raise InvalidArgument("prompt has no token")
         bad = next((t for t in tokens if not 0 <= t < self.runner.vocab_size), None)
@@ -176,6 +183,7 @@ class Engine:
             )
         if params.stop and self.text is None:
             raise InvalidArgument(f"stop = {params.stop!r}: needs a tokenizer")
+        self._check_stop_tokens(params)
         left = max(1, self.config.max_model_len - len(tokens))
         request = Request(
             name,
@@ -199,6 +207,20 @@ class Engine:
         self.scheduler.add(request)
         self.requests[name] = request
         return request
+
+    def _check_stop_tokens(self, params: SamplingParams) -> None:
+        """What may not be chosen before ``min_tokens`` has to exist, and to leave something."""
+        size = self.runner.vocab_size
+        bad = next((token for token in params.stop_token_ids if token >= size), None)
+        if bad is not None:
+            raise InvalidArgument(f"stop_token_ids has {bad}: must be within 0..{size - 1}")
+        if not params.min_tokens:
+            return
+        eos_ids = () if self.text is None or params.ignore_eos else self.text.eos_ids
+        if len({*eos_ids, *params.stop_token_ids}) >= size:
+            raise InvalidArgument(
+                f"min_tokens = {params.min_tokens}: all {size} tokens of the vocabulary end the output"
+            )
 
     def _count_rejected(self, gate: str) -> None:
         counts = self.counters.rejected
@@ -409,6 +431,29 @@ class Engine:
             f"{len(scheduler.swapped)} swapped; blocks {pool.num_active} active, {pool.num_cached} "
             f"cached, {pool.num_free} free of {pool.num_blocks}>"
         )
+
+
+def _check_labels(name: Any, priority: Any, tags: Any, salt: Any) -> None:
+    """What the pool would refuse at admission is refused at the door: a step has other requests to run."""
+    for what, text in (("request_id", name), ("salt", salt)):
+        if not _is_text(text) and not (what == "salt" and text is None):
+            raise InvalidType(f"{what} = {text!r}: must be text that UTF-8 can encode")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise InvalidType(f"priority = {priority!r}: must be a whole number")
+    for key, value in dict(tags or {}).items():
+        if not _is_text(key) or not _is_text(value):
+            raise InvalidType(
+                f"tags has {key!r}: {value!r}: both must be text that UTF-8 can encode"
+            )
+        if key == "owner":
+            raise InvalidArgument('tags has the key "owner": the owner is the request_id')
+
+
+def _is_text(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _sequences(items: Sequence[Scheduled]) -> Any:

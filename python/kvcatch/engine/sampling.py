@@ -17,11 +17,19 @@ __all__ = ["SamplingParams", "TokenLogprobs", "sample"]
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_STOP = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+"""Stop texts, characters of one, and stop tokens: every token of the output is held against all of them."""
+
+COLDEST = 1e-30
+"""Temperatures below take the likeliest token: float32 would make 0 of the smallest of them."""
 
 
 def _number(name: str, value: Any, least: float, most: float, *, above: bool = False) -> None:
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or not least <= value <= most:
+    # Compared before it is made a float: a whole number may be too large for one.
+    if not good or not least <= value <= most or not math.isfinite(value):
         raise InvalidArgument(f"{name} = {value!r}: must be between {least} and {most}")
     if above and value == least:
         raise InvalidArgument(f"{name} = {value!r}: must be above {least}")
@@ -30,6 +38,16 @@ def _number(name: str, value: Any, least: float, most: float, *, above: bool = F
 def _whole(name: str, value: Any, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InvalidArgument(f"{name} = {value!r}: must be a whole number from {least} to {most}")
+
+
+def _several(name: str, value: Any, most: int) -> tuple[Any, ...]:
+    try:
+        values = tuple(value)
+    except TypeError:
+        raise InvalidArgument(f"{name} = {value!r}: must be a sequence") from None
+    if len(values) > most:
+        raise InvalidArgument(f"{name} has {len(values)} entries: at most {most}")
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +62,8 @@ class SamplingParams:
         n: independent continuations of the prompt; they share its blocks.
         seed: of the random choices; the same seed gives the same tokens whatever else is batched.
             ``None`` takes one from the system.
-        stop: texts that end the output; they are not part of it.
-        stop_token_ids: tokens that end the output, beside the model's own end tokens.
+        stop: texts that end the output, at most 64 of at most 1,024 characters; they are not part of it.
+        stop_token_ids: tokens that end the output, beside the model's own end tokens; at most 1,024.
         ignore_eos: go on past the model's end tokens.
         min_tokens: tokens before which neither an end token nor ``stop`` ends the output.
         logprobs: log-probabilities of the chosen and of this many of the likeliest tokens; ``None``
@@ -77,12 +95,18 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, -(1 << 63), (1 << 63) - 1)
         stop: Any = self.stop
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop = (stop,) if isinstance(stop, str) else _several("stop", stop, MAX_STOP)
         object.__setattr__(self, "stop", stop)
         if any(not isinstance(text, str) or not text for text in stop):
             raise InvalidArgument(f"stop = {self.stop!r}: must be texts that are not empty")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for token in self.stop_token_ids:
+        longest = max(map(len, stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidArgument(
+                f"stop has a text of {longest} characters: at most {MAX_STOP_CHARS}"
+            )
+        tokens = _several("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
+        object.__setattr__(self, "stop_token_ids", tokens)
+        for token in tokens:
             _whole("stop_token_ids", token, 0, 1 << 31)
         _whole("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -137,7 +161,7 @@ def sample(
                 logits[row, list(banned)] = -torch.inf
     greedy = _likeliest(logits)
     tokens = [
-        best if one.temperature == 0 else _draw(logits[row], one, generators[row])
+        best if one.temperature < COLDEST else _draw(logits[row], one, generators[row])
         for row, (best, one) in enumerate(zip(greedy, params, strict=True))
     ]
     found: list[TokenLogprobs | None] = [None] * len(tokens)
@@ -167,7 +191,8 @@ def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generat
     """One token by temperature, then top-k, then top-p (the order of vLLM and transformers)."""
     import torch
 
-    logits = logits / params.temperature
+    # The likeliest is at 0: however cold it is, nothing grows beyond what float32 holds.
+    logits = (logits - logits.max()) / params.temperature
     count = logits.numel()
     if 0 < params.top_k < count:
         logits, order = logits.topk(params.top_k)
@@ -179,6 +204,8 @@ def _draw(logits: torch.Tensor, params: SamplingParams, generator: torch.Generat
     if params.top_p < 1:
         # What comes before a token must leave room for it: the likeliest always stays.
         before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= params.top_p, 0)
+        # ... also where float32 makes 0 of top_p.
+        beyond = (before >= params.top_p) & (before > 0)
+        probabilities = probabilities.masked_fill(beyond, 0)
     chosen = int(torch.multinomial(probabilities, 1, generator=generator))
     return chosen if order is None else int(order[chosen])

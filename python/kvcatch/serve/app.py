@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import kvcatch
 from kvcatch.engine.aio import EngineDied
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["ServeSettings", "create_app"]
 
 MAX_BODY_BYTES = 4 << 20
+BODY_SECONDS = 30.0
+"""For a body to come: a client that never sends it must not hold a connection, or the end of the server, for long."""
 JSON_TYPE = "application/json"
 METRICS_PATIENCE = 1.0
 """Seconds that a scrape waits for the end of a step before it shows the last numbers again."""
@@ -60,16 +63,24 @@ class ServeSettings:
         model_name: what ``/v1/models`` lists and a body's ``model`` must say.
         api_key: bearer token that every call but ``/health`` and ``/version`` needs; ``None`` for none.
         max_body_bytes: a longer body is refused with 413.
+        body_seconds: a body that is not complete so long after its head is refused with 408.
 
     Raises:
-        InvalidArgument: an empty key.
+        InvalidArgument: an empty key, a name that UTF-8 cannot encode.
     """
 
     model_name: str
     api_key: str | None = None
     max_body_bytes: int = MAX_BODY_BYTES
+    body_seconds: float = BODY_SECONDS
 
     def __post_init__(self) -> None:
+        try:
+            self.model_name.encode()
+        except UnicodeEncodeError:
+            raise InvalidArgument(
+                f"model_name = {self.model_name!r}: must be text that UTF-8 can encode"
+            ) from None
         if self.api_key is not None and not self.api_key.strip():
             raise InvalidArgument(
                 f"api_key = {self.api_key!r}: give one that is not empty, or none"
@@ -132,11 +143,13 @@ def create_app(running: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettin
     async def completions(request: Request) -> Response:
         body = await server.read(request, CompletionBody)
         params = body.sampling(16 if body.max_tokens is None else body.max_tokens, body.logprobs)
+        given = body.prompts()
+        length = sum(len(prompt) for prompt in given if isinstance(prompt, str))
         prompts = [
-            await server.apart(len(prompt), tokenizer.encode, prompt)
+            await server.apart(length, tokenizer.encode, prompt)
             if isinstance(prompt, str)
             else prompt
-            for prompt in body.prompts()
+            for prompt in given
         ]
         answer = CompletionAnswer(
             f"cmpl-{uuid.uuid4().hex}", int(time.time()), body.model, server.text
@@ -231,18 +244,25 @@ class _Server:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def apart(self, length: int, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
-        """The tokens of a text; of a long one in another thread, so that everybody else is answered meanwhile."""
+        """The tokens of a text; in another thread where its body is long, so that others are answered meanwhile."""
         return encode(text) if length < LONG_TEXT else await asyncio.to_thread(encode, text)
 
     async def read(self, request: Request, kind: type[B]) -> B:
         """The body, checked; the model it names is this one."""
         _check_form(request)
-        limit = self.settings.max_body_bytes
+        limit, patience = self.settings.max_body_bytes, self.settings.body_seconds
         raw = bytearray()
-        async for piece in request.stream():
-            raw += piece
-            if len(raw) > limit:
-                raise ApiError(413, f"the body has more than {limit} bytes")
+        try:
+            async with asyncio.timeout(patience):
+                async for piece in request.stream():
+                    raw += piece
+                    if len(raw) > limit:
+                        raise ApiError(413, f"the body has more than {limit} bytes")
+        except TimeoutError:
+            message = f"{len(raw)} bytes of the body came within {patience:g} s, not all of it"
+            raise ApiError(408, message, headers={"Connection": "close"}) from None
+        except ClientDisconnect:
+            raise ApiError(499, "the client left before its body was complete") from None
         try:
             body = kind.model_validate_json(bytes(raw))
         except ValidationError as error:

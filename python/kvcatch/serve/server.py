@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from kvcatch.engine.aio import AsyncEngine
+from kvcatch.errors import InvalidArgument
 from kvcatch.serve.app import ServeSettings, create_app
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["bind", "serve"]
 
 ENDS = (signal.SIGINT, signal.SIGTERM)
+
+LONGEST_DRAIN = 86_400
+"""Seconds; a day."""
 
 LAST_SECONDS = 5
 """After the drain, for answers to be written out; calls whose body never came are cancelled then."""
@@ -81,7 +85,13 @@ async def serve(
 
     Raises:
         EngineDied: the engine ended by an error while it served.
+        InvalidArgument: ``drain_seconds`` is no length of time, or above :data:`LONGEST_DRAIN`.
     """
+    if not 0 <= drain_seconds <= LONGEST_DRAIN:
+        bound.close()
+        raise InvalidArgument(
+            f"drain_seconds = {drain_seconds}: must be between 0 and {LONGEST_DRAIN}"
+        )
     cut_off = 0
     async with AsyncEngine(engine) as running:
         app = create_app(running, tokenizer, settings)

@@ -22,6 +22,8 @@ from kvcatch.serve.app import ServeSettings, create_app
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from kvcatch.engine.aio import AsyncEngine
+
 
 class ToyTokenizer:
     """Token t is one character; the last ends an output."""
@@ -66,6 +68,11 @@ class Served:
     engine: Engine
     runner: SlowRunner
     stop: Callable[[], None]
+    running: AsyncEngine
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """What a function returns on the engine's thread."""
+        return asyncio.run(self.running.call(function))
 
     def client(self, **options: Any) -> Any:
         openai = pytest.importorskip("openai", reason="needs the test extra")
@@ -91,7 +98,7 @@ def start(governor: Any = None, settings: dict[str, Any] | None = None, **option
     engine = Engine(config, runner, tokenizer, governor=governor)
     running = AsyncEngine(engine)
     running.start()
-    app = create_app(running, tokenizer, ServeSettings("toy", **(settings or {})))  # type: ignore[arg-type]
+    app = create_app(running, tokenizer, ServeSettings(**{"model_name": "toy", **(settings or {})}))  # type: ignore[arg-type]
     server_config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning")
     socket = server_config.bind_socket()
     server = uvicorn.Server(server_config)
@@ -105,4 +112,4 @@ def start(governor: Any = None, settings: dict[str, Any] | None = None, **option
         thread.join(20)
         asyncio.run(running.stop())
 
-    return Served(f"http://127.0.0.1:{socket.getsockname()[1]}", engine, runner, stop)
+    return Served(f"http://127.0.0.1:{socket.getsockname()[1]}", engine, runner, stop, running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import Any
 
@@ -70,6 +71,62 @@ def test_a_caller_who_goes_away_frees_the_blocks() -> None:
                 await task
             await running.drain()
             await running.call(engine.check_idle)
+
+    asyncio.run(main())
+
+
+def test_a_caller_cancelled_while_it_asks_leaves_no_request() -> None:
+    async def main() -> None:
+        engine = make(num_blocks=30)
+        async with AsyncEngine(engine) as running:
+            first = await running.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=60))
+            forward, begun, go_on = engine.runner.forward, threading.Event(), threading.Event()
+
+            def slow(items: Any, pool: Any) -> Any:
+                begun.set()
+                assert go_on.wait(10)
+                return forward(items, pool)
+
+            engine.runner.forward = slow  # type: ignore[method-assign]
+            assert await asyncio.to_thread(begun.wait, 10)
+            asking = asyncio.create_task(
+                running.add([4, 5], SamplingParams(max_tokens=90), request_id="nobody")
+            )
+            await asyncio.sleep(0.01)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            go_on.set()
+            assert await running.call(lambda: "nobody" in engine.requests) is False
+            first.cancel()
+            await running.drain()
+            await running.call(engine.check_idle)
+            assert engine.counters.finished["abort"] == 2
+
+    asyncio.run(main())
+
+
+def test_a_caller_whose_loop_is_closed_does_not_end_the_engine() -> None:
+    async def main() -> None:
+        engine = make(num_blocks=30)
+        async with AsyncEngine(engine) as running:
+            inside, go_on = threading.Event(), threading.Event()
+
+            def hold() -> None:
+                inside.set()
+                assert go_on.wait(10)
+
+            async def ask() -> None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(running.call(hold), 0.01)
+
+            await asyncio.to_thread(
+                asyncio.run, ask()
+            )  # a loop of its own, closed before the answer
+            assert inside.is_set()
+            go_on.set()
+            assert await collect(running, [1, 2, 3], 5) == expected([1, 2, 3], 5)
+            assert running.is_alive
 
     asyncio.run(main())
 

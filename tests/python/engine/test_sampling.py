@@ -47,6 +47,19 @@ def test_top_k_and_top_p_cut_the_tail() -> None:
     assert set(draw(logits, top_k=3, top_p=0.7)) == {0, 1}
 
 
+@pytest.mark.parametrize("temperature", [1e-10, 1e-29, 1e-31, 1e-38, 1e-45, 5e-324])
+def test_the_coldest_temperatures_take_the_likeliest(temperature: float) -> None:
+    logits = [11.0, 30.0, 29.5, -40.0]
+    assert draw(logits, 20, temperature=temperature) == {1: 1.0}
+    assert draw(logits, 20, temperature=temperature, top_k=2, top_p=0.9) == {1: 1.0}
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-46, 1e-320, 5e-324])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_the_smallest_top_p_takes_the_likeliest(top_p: float, top_k: int) -> None:
+    assert draw([1.0, 2.0, 1.5, 0.0], 20, top_p=top_p, top_k=top_k) == {1: 1.0}
+
+
 def test_a_seed_gives_the_same_tokens_whatever_the_batch() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 50)
@@ -94,6 +107,7 @@ def test_forbidden_tokens_are_never_chosen_and_the_logits_stay() -> None:
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"temperature": "hot"},
+        {"temperature": 10**400},
         {"top_p": 0},
         {"top_p": 1.1},
         {"top_k": -1},
@@ -103,7 +117,13 @@ def test_forbidden_tokens_are_never_chosen_and_the_logits_stay() -> None:
         {"stop": ""},
         {"stop": ("a", "")},
         {"stop": (1,)},
+        {"stop": 5},
+        {"stop": None},
+        {"stop": [f"{i}." for i in range(65)]},
+        {"stop": "x" * 1025},
         {"stop_token_ids": (-1,)},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": range(1025)},
         {"min_tokens": 20},
         {"logprobs": 21},
         {"logprobs": -1},
@@ -112,3 +132,9 @@ def test_forbidden_tokens_are_never_chosen_and_the_logits_stay() -> None:
 def test_what_cannot_be_is_refused_with_its_value(options: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         SamplingParams(**options)
+
+
+def test_the_limits_of_stop_are_within_reach() -> None:
+    params = SamplingParams(stop=["x" * 1024] * 64, stop_token_ids=range(1024))
+    assert len(params.stop) == 64
+    assert len(params.stop_token_ids) == 1024

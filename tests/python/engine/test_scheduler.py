@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import GREEDY, expected, make, run
+from toy import GREEDY, VOCAB, expected, make, run
 
 from kvcatch.engine.engine import Engine, Rejected
 from kvcatch.engine.request import Status
 from kvcatch.engine.sampling import SamplingParams
-from kvcatch.errors import InvalidArgument
+from kvcatch.errors import InvalidArgument, InvalidType
 
 POLICIES: list[dict[str, Any]] = [
     {},
@@ -159,6 +159,69 @@ def test_bad_prompts_are_refused() -> None:
         engine.add([1], GREEDY, request_id="a")
     with pytest.raises(InvalidArgument, match="tokenizer"):
         engine.add([1], SamplingParams(stop=("x",)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"salt": "\ud800"}, InvalidType, "salt"),
+        ({"salt": 5}, InvalidType, "salt"),
+        ({"tags": {"tenant": 5}}, InvalidType, "tenant"),
+        ({"tags": {3: "acme"}}, InvalidType, "tags has 3"),
+        ({"tags": {"tenant": "\udfff"}}, InvalidType, "tenant"),
+        ({"tags": {"owner": "me"}}, InvalidArgument, "owner"),
+        ({"request_id": 5}, InvalidType, "request_id = 5"),
+        ({"request_id": "\ud800"}, InvalidType, "request_id"),
+        ({"priority": "high"}, InvalidType, "priority = 'high'"),
+        ({"priority": None}, InvalidType, "priority = None"),
+        ({"prompt": "abc"}, InvalidType, "prompt"),
+        ({"prompt": [1.5]}, InvalidType, "float"),
+        ({"prompt": 5}, InvalidType, "prompt"),
+        (
+            {"params": SamplingParams(min_tokens=2, stop_token_ids=(VOCAB,))},
+            InvalidArgument,
+            f"stop_token_ids has {VOCAB}",
+        ),
+        (
+            {"params": SamplingParams(min_tokens=2, stop_token_ids=tuple(range(VOCAB)))},
+            InvalidArgument,
+            "min_tokens = 2",
+        ),
+    ],
+)
+def test_what_would_end_a_step_by_an_error_is_refused_at_the_door(
+    options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    engine = make()
+    prompt = options.pop("prompt", [1, 2, 3])
+    with pytest.raises(error, match=said):
+        engine.add(prompt, **options)
+    assert engine.is_idle
+    engine.check_idle()
+
+
+def test_names_of_every_kind_of_text_run() -> None:
+    engine = make()
+    odd = 'a"b\\c\nd é漢\U0001f600 \0'
+    request = engine.add(
+        [1, 2], GREEDY, request_id=odd, salt=odd, tags={odd: odd}, priority=10**400
+    )
+    engine.step()
+    assert [row["owner"] for row in engine.pool.holdings()] == [odd]
+    while not engine.is_idle:
+        engine.step()
+    assert request.is_finished
+    engine.check_idle()
+
+
+def test_all_tokens_but_one_may_be_forbidden() -> None:
+    engine = make()
+    ends = tuple(token for token in range(VOCAB) if token != 7)
+    params = SamplingParams(min_tokens=3, max_tokens=3, stop_token_ids=ends, temperature=1.0)
+    request = engine.add([1, 2], params)
+    while not engine.is_idle:
+        engine.step()
+    assert request.branches[0].tokens[2:] == [7, 7, 7]
 
 
 def test_the_head_says_why_it_waits_and_those_behind_wait_for_it() -> None:

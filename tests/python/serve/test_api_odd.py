@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import http.client
 import json
+import math
+import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import ToyTokenizer
 from test_api import GO_ON, OPTIONS, answer, encode, text_of
 from toy import expected
 
 from kvcatch.engine.request import FinishReason
+from kvcatch.engine.sampling import SamplingParams
+from kvcatch.errors import InvalidArgument
 from kvcatch.serve.app import ServeSettings
+from kvcatch.serve.server import bind, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -256,3 +264,119 @@ def test_an_unexpected_error_is_json_without_its_insides(
 def test_an_empty_key_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="api_key"):
         ServeSettings("toy", key)
+
+
+@pytest.mark.parametrize(
+    ("extra", "status"),
+    [
+        ({"temperature": 1e-320}, 200),
+        ({"temperature": 1e-40, "top_k": 3}, 200),
+        ({"top_p": 1e-320}, 200),
+        ({"top_p": 1e-46, "top_k": 5}, 200),
+        ({"stop_token_ids": [99_999], "min_tokens": 2}, 400),
+        ({"stop_token_ids": list(range(97)), "min_tokens": 2}, 400),
+        ({"stop": ["x"] * 65}, 400),
+        ({"priority": -(10**400)}, 200),
+    ],
+)
+def test_no_body_ends_the_engine(served: Served, extra: dict[str, Any], status: int) -> None:
+    body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 3, **extra}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=20)
+    assert answer.status_code == status, answer.text
+    assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_a_model_name_that_no_answer_could_hold_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="model_name"):
+        ServeSettings("\udcff")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_a_drain_of_no_length_is_refused(served: Served, seconds: float) -> None:
+    bound = bind("127.0.0.1", 0)
+    with pytest.raises(InvalidArgument, match="drain_seconds"):
+        asyncio.run(
+            serve(served.engine, ToyTokenizer(), ServeSettings("toy"), bound, drain_seconds=seconds)  # type: ignore[arg-type]
+        )
+    assert bound.fileno() == -1
+
+
+def test_names_with_quotes_and_line_breaks_leave_the_page_whole(
+    serve_toy: Callable[..., Served],
+) -> None:
+    name = 'a"b\\c\nd{e="f"} é漢'
+    served = serve_toy(settings={"model_name": name})
+    served.runner.pause = 0.02
+    adding = served.run(
+        lambda: served.engine.add(
+            [1, 2, 3],
+            SamplingParams(max_tokens=150, ignore_eos=True),
+            request_id=name,
+            tags={"tenant": name, "route": "x" * 1000},
+        )
+    )
+    assert adding is not None
+    text = httpx.get(f"{served.url}/metrics").text
+    families = list(text_string_to_metric_families(text))
+    samples = [sample for family in families for sample in family.samples]
+    ours = [one for one in samples if one.name.startswith("kvcatch_")]
+    assert ours
+    assert {one.labels["model_name"] for one in ours} == {name}
+    held = {
+        (one.labels["by"], one.labels["name"]): one.value
+        for one in ours
+        if one.name == "kvcatch_holdings_sequences"
+    }
+    assert held == {("owner", name): 1, ("tenant", name): 1, ("route", "x" * 128): 1}
+
+
+def test_names_on_the_page_are_bounded(serve_toy: Callable[..., Served]) -> None:
+    served = serve_toy(num_blocks=400, max_num_seqs=64, max_num_batched_tokens=256)
+    served.runner.pause = 0.02
+    for number in range(300):
+        served.run(
+            lambda number=number: served.engine.add(
+                [1, number % 97], SamplingParams(max_tokens=20), tags={"tenant": f"t{number}"}
+            )
+        )
+        if number % 20 == 0:
+            text = httpx.get(f"{served.url}/metrics").text
+            series = [
+                line for line in text.splitlines() if line.startswith("kvcatch_holdings_blocks{")
+            ]
+            assert len(series) <= 3 * 11
+    while not served.engine.is_idle:
+        time.sleep(0.01)
+    text = httpx.get(f"{served.url}/metrics").text
+    assert not [line for line in text.splitlines() if line.startswith("kvcatch_holdings_")]
+    served.run(served.engine.check_idle)
+
+
+def begun_body(served: Served) -> socket.socket:
+    """A connection over which the head of a call has come, and the first byte of its body."""
+    host, port = served.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+    return connection
+
+
+def test_a_body_that_does_not_come_is_408(serve_toy: Callable[..., Served]) -> None:
+    served = serve_toy(settings={"body_seconds": 0.2})
+    with begun_body(served) as connection:
+        got = connection.recv(4096).decode()
+        assert got.startswith("HTTP/1.1 408 "), got
+        while piece := connection.recv(4096):
+            got += piece.decode()
+    assert "1 bytes of the body came within 0.2 s" in got
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error_of_the_server(
+    serve_toy: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve_toy()
+    for _ in range(5):
+        begun_body(served).close()
+    assert httpx.get(f"{served.url}/health").status_code == 200
+    time.sleep(0.3)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
