@@ -150,6 +150,7 @@ def test_generate_stops(run_kvcatch: RunKvcatch, tiny_folder: Path, llm: LLM) ->
         (("--n", 0), "n = 0"),
         (("--stop", ""), "stop"),
         (("--block-size", 0), "block_size must be a positive whole number, not 0"),
+        (("--block-size", 10**8), "block_size = 100000000: one block takes"),
         (("--num-blocks", 0), "num_blocks = 0"),
         (("--max-model-len", 10), "max_model_len 10"),
         (("--max-model-len", 10**6), "max_model_len = 1000000"),

@@ -100,7 +100,8 @@ def build_engine(
         num_blocks = limit if kv_bytes is not None else min(wanted, limit)
         if num_blocks < 1:
             raise InvalidArgument(
-                f"kv_bytes = {kv_bytes}: one block takes {layout.block_bytes} bytes"
+                f"block_size = {block_size}: one block takes {layout.block_bytes} bytes, kv_bytes is"
+                f" {DEFAULT_KV_BYTES if kv_bytes is None else kv_bytes}"
             )
     if max_model_len is None:
         max_model_len = min(longest, num_blocks * block_size)

@@ -16,6 +16,10 @@ Preemption = Literal["recompute", "swap"]
 Victim = Literal["newest", "lowest_priority", "cheapest"]
 
 
+MOST = (1 << 31) - 1
+"""Of any count: block tables hold 32-bit numbers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Limits and policies of the engine.
@@ -82,12 +86,10 @@ class EngineConfig:
         )
         for name, least in counts:
             value = getattr(self, name)
-            if (
-                not isinstance(value, int)
-                or isinstance(value, bool)
-                or not least <= value < 1 << 31
-            ):
-                raise InvalidArgument(f"{name} = {value!r}: must be a whole number from {least}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+                raise InvalidArgument(
+                    f"{name} = {value!r}: must be a whole number from {least} to {MOST}"
+                )
         names = (
             ("law", tuple(OWN_LAWS)),
             ("order", get_args(QueueOrder)),

@@ -92,7 +92,7 @@ class Tokenizer:
         try:
             encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidArgument(f"text cannot be encoded: {error}") from error
+            raise InvalidArgument(f"text cannot be encoded: {_reason(text, error)}") from error
         return list(encoded.ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
@@ -275,3 +275,13 @@ def _default_template(fields: Fields) -> str | None:
         named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
         value = named.get("default")
     return value if isinstance(value, str) else None
+
+
+def _reason(text: Any, error: Exception) -> str:
+    """Why a text has no tokens: the tokenizer itself says no more of a lone surrogate than that it is no text."""
+    if not isinstance(text, str):
+        return str(error)
+    at = next((i for i, one in enumerate(text) if "\ud800" <= one <= "\udfff"), None)
+    if at is None:
+        return str(error)
+    return f"character {at} is {text[at]!r}, a lone surrogate: input that is not UTF-8?"

@@ -349,3 +349,9 @@ def test_check_idle_names_what_is_left() -> None:
     engine.step()
     with pytest.raises(CorruptPool, match="left-behind"):
         engine.check_idle()
+
+
+def test_a_count_beyond_what_block_tables_hold_is_refused_with_the_bounds() -> None:
+    for value in (0, 1 << 31):
+        with pytest.raises(InvalidArgument, match=f"num_blocks = {value}: .* from 1 to 2147483647"):
+            make(num_blocks=value)
