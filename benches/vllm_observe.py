@@ -2,8 +2,8 @@
 
     PYTHONPATH=python VLLM_PYTHON benches/vllm_observe.py [--steps 300] [--rounds 5] [--running 256] [--waiting 0]
 
-``VLLM_PYTHON`` is the Python of an environment with vLLM 0.32 (``tests/vllm``). Two schedulers of vLLM
-are stepped in turn, one observed and one not; a step is ``schedule`` and ``update_from_output``, with no
+``VLLM_PYTHON`` is the Python of an environment with vLLM 0.32 (``tests/vllm``). One scheduler of vLLM is
+stepped with the hooks and without them in turn; a step is ``schedule`` and ``update_from_output``, with no
 model behind it. Times are CPU time of the thread: other
 processes do not count. A step with a model takes longer: its length is given with ``--step-ms``, and the cost
 is shown as a share of either.
@@ -20,6 +20,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "vllm" / "observe"))
+
+
+WARM_STEPS = 20  # after a change of hooks, not timed
 
 
 def main() -> None:
@@ -42,7 +45,7 @@ def main() -> None:
     from kvcatch.vllm.observe.pages import EnginePages, Names
     from kvcatch.vllm.observe.tags import Tagger
 
-    length = args.prompt + args.steps * args.rounds + 64
+    length = args.prompt + 2 * (args.steps + WARM_STEPS) * args.rounds + 64
     blocks = args.running * -(-length // 16) + 64
     folder = Path(tempfile.mkdtemp())
 
@@ -61,16 +64,26 @@ def main() -> None:
         assert len(scheduler.running) == args.running
         return scheduler
 
-    plain = make()
+    names = ("schedule", "update_from_output", "finish_requests", "make_stats")
+    own = {name: getattr(Scheduler, name) for name in names}
     watch(Scheduler, Tagger(), 512, lambda observer: None)
-    observed = make()
-    observer = observer_of(observed)
+    hooked = {name: getattr(Scheduler, name) for name in names}
+    scheduler = make()
+    observer = observer_of(scheduler)
     assert observer is not None
-    patch.restore_all()
-    patched = {}
-    watch(Scheduler, Tagger(), 512, lambda observer: None)
-    for name in ("schedule", "update_from_output", "finish_requests"):
-        patched[name] = getattr(Scheduler, name)
+
+    def switch(*, on: bool) -> None:
+        """The same scheduler with or without hooks: two of them differ by more than the hooks cost."""
+        for name, method in (hooked if on else own).items():
+            setattr(Scheduler, name, method)
+        if on:
+            observer.begin()
+            observer.bind()
+        else:
+            observer.unbind()
+        for _ in range(WARM_STEPS):
+            step(scheduler)
+
     stop = threading.Event()
     if args.scrape_s:
         pages = EnginePages(observer, Names("model", 0, "0.32", "bench"), 10, 16)
@@ -81,7 +94,7 @@ def main() -> None:
 
         threading.Thread(target=scrape, daemon=True).start()
 
-    def run(scheduler: Scheduler) -> float:
+    def run() -> float:
         start = time.thread_time()
         for _ in range(args.steps):
             step(scheduler)
@@ -89,17 +102,20 @@ def main() -> None:
 
     times: dict[str, list[float]] = {"plain": [], "observed": []}
     observer.clock = time.thread_time  # what the hooks themselves measure, in CPU time too
-    before, steps = observer.spent_s, observer.steps
+    spent = 0.0
     for at in range(args.rounds):
-        for name, scheduler in (("plain", plain), ("observed", observed))[:: 1 if at % 2 else -1]:
-            times[name].append(run(scheduler))
+        for name in ("plain", "observed")[:: 1 if at % 2 else -1]:
+            switch(on=name == "observed")
+            before, steps = observer.spent_s, observer.steps
+            times[name].append(run())
+            spent += observer.spent_s - before
+            assert observer.steps - steps == (args.steps if name == "observed" else 0)
     stop.set()
-    assert observer.steps - steps == args.steps * args.rounds
     assert observer.faults == 0
     base, with_hooks = (statistics.median(times[name]) for name in ("plain", "observed"))
     pairs = [b - a for a, b in zip(times["plain"], times["observed"], strict=True)]
     more = statistics.median(pairs)
-    spent = (observer.spent_s - before) / (args.steps * args.rounds)
+    spent /= args.steps * args.rounds
     print(
         f"{args.running} running, {args.waiting} waiting, {args.rounds} rounds of {args.steps} steps"
     )

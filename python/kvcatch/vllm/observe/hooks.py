@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["WANTED", "is_watched", "observer_of", "watch"]
 
 _log = logging.getLogger("vllm.kvcatch.observe")
-_KEY = "_kvcatch_observer"
+_KEY = (
+    "_kvcatch_observer"  # read by getattr: asking for `__dict__` slows an object's other attributes
+)
 
 WANTED = ("__init__", "schedule", "update_from_output", "finish_requests")
 """Methods of the Scheduler that are patched."""
@@ -25,7 +27,7 @@ WANTED = ("__init__", "schedule", "update_from_output", "finish_requests")
 
 def observer_of(scheduler: Any) -> Observer | None:
     """The observer of a scheduler; None where there is none."""
-    observer: Observer | None = vars(scheduler).get(_KEY)
+    observer: Observer | None = getattr(scheduler, _KEY, None)
     return observer
 
 
@@ -62,7 +64,7 @@ def watch(
 
     @functools.wraps(schedule)
     def observed_schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        observer = self.__dict__.get(_KEY)
+        observer = getattr(self, _KEY, None)
         if observer is None:
             return schedule(self, *args, **kwargs)
         with observer.lock:
@@ -82,7 +84,7 @@ def watch(
 
     @functools.wraps(make_stats)
     def observed_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        observer = self.__dict__.get(_KEY)
+        observer = getattr(self, _KEY, None)
         if observer is not None:
             observer.report()
         return make_stats(self, *args, **kwargs)
@@ -95,7 +97,7 @@ def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def locked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        observer = self.__dict__.get(_KEY)
+        observer = getattr(self, _KEY, None)
         if observer is None:
             return method(self, *args, **kwargs)
         with observer.lock:

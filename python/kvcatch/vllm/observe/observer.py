@@ -95,7 +95,7 @@ class Observer:
         self._asked: Any = None
         self._bound: list[Any] = []
         self._saved: dict[tuple[int, str], Any] = {}
-        self._bind()
+        self.bind()
 
     # -- hooks: none may raise ------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Observer:
             self._refused = None
             self._asked = None
             if self.scheduler.waiting is not self._bound[-1]:
-                self._bind()
+                self.bind()
         except Exception:
             self._fault()
 
@@ -147,7 +147,7 @@ class Observer:
 
     # -- the waiting loop -----------------------------------------------------------------------
 
-    def _bind(self) -> None:
+    def bind(self) -> None:
         """Watch the queues' ``peek_request``; again when vLLM or another plugin has replaced one."""
         self._bound = list(queues(self.scheduler))
         for queue in self._bound:
