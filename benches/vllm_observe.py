@@ -40,7 +40,6 @@ def main() -> None:
 
     from real_scheduler import Scheduler, make_request, make_scheduler, step
 
-    from kvcatch.vllm import patch
     from kvcatch.vllm.observe.hooks import observer_of, watch
     from kvcatch.vllm.observe.pages import EnginePages, Names
     from kvcatch.vllm.observe.tags import Tagger
