@@ -42,14 +42,14 @@ bench: $(VENV)/.built ## Build and run `kvcatch bench` on the built-in workload
 
 .PHONY: test
 test: $(VENV)/.built $(VENV)/.test-tools ## Build and run every test: Rust, Python, instruction counts, fuzzing
-	$(BIN)/python tests/run.py
+	$(BIN)/python tests/run.py $(SUITES)
 
 # --- while working --------------------------------------------------------------------------------
 
 .PHONY: dev
 dev: $(VENV)/.built $(VENV)/.test-tools ## Build the extension (release) into .venv with what tests and lint need
 
-.PHONY: test-rust test-python test-kernels test-kernels-all
+.PHONY: test-rust test-python test-kernels test-kernels-all test-vllm
 test-rust: $(VENV)/.built $(VENV)/.test-tools ## The Rust tests alone
 	$(BIN)/python tests/run.py --only rust
 test-python: $(VENV)/.built $(VENV)/.test-tools ## The Python tests alone
@@ -58,6 +58,8 @@ test-kernels: $(VENV)/.built $(VENV)/.test-tools ## The CUDA kernels on the CPU:
 	$(BIN)/python tests/run.py --only kernels
 test-kernels-all: $(VENV)/.built $(VENV)/.test-tools ## The same with every variant and shape (slow)
 	$(BIN)/python tests/run.py --only kernels --slow
+test-vllm: $(VENV)/.built $(VENV)/.test-tools ## The plugin in a real vLLM (5 GB: makes target/vllm-env, or KVCATCH_VLLM_ENV=...)
+	$(BIN)/python tests/run.py --only vllm
 
 .PHONY: format
 format: $(VENV)/.built $(VENV)/.test-tools ## Format Rust and Python

@@ -1,8 +1,9 @@
 """Run every test of the repository and say at the end, by name, what was skipped and why.
 
-Six suites: ``rust`` (cargo test), ``python`` (pytest), ``kernels`` (the CUDA kernels on the CPU, and what the compiler
-makes of them), ``gpu`` (skipped without one), ``callgrind`` (instructions per hot call) and ``fuzz`` (the pool under
-random operations, for a bounded time). Standard library only. `make test` is the way to call it.
+Seven suites: ``rust`` (cargo test), ``python`` (pytest), ``kernels`` (the CUDA kernels on the CPU, and what the
+compiler makes of them), ``gpu`` (skipped without one), ``callgrind`` (instructions per hot call), ``fuzz`` (the pool
+under random operations, for a bounded time) and ``vllm`` (the plugin in a real vLLM, whose environment takes 5 GB:
+only when asked for). Standard library only. `make test` is the way to call it.
 """
 
 from __future__ import annotations
@@ -103,7 +104,14 @@ def run_rust(_: argparse.Namespace) -> Suite:
     return suite
 
 
-def run_pytest(name: str, folder: str, *options: str, workers: int = 1) -> Suite:
+def run_pytest(
+    name: str,
+    folder: str,
+    *options: str,
+    workers: int = 1,
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+) -> Suite:
     """One pytest run; names and reasons of skipped tests come from its JUnit report.
 
     With several workers each takes whole files, and torch one thread: the spinning threads of one worker would take
@@ -112,13 +120,11 @@ def run_pytest(name: str, folder: str, *options: str, workers: int = 1) -> Suite
     suite = Suite(name)
     report = TARGET / f"pytest-{name}.xml"
     report.unlink(missing_ok=True)
-    env = {}
+    env = dict(env or {})
     if workers > 1:
         options = (*options, "--numprocesses", str(workers), "--dist", "loadfile")
         env["OMP_NUM_THREADS"] = "1"
-    status, _ = stream(
-        [sys.executable, "-m", "pytest", folder, f"--junitxml={report}", *options], env
-    )
+    status, _ = stream([python, "-m", "pytest", folder, f"--junitxml={report}", *options], env)
     if not report.exists():
         suite.broken = f"pytest exited {status}"
         return suite
@@ -211,6 +217,67 @@ def run_fuzz(options: argparse.Namespace) -> Suite:
     return suite
 
 
+VLLM_ENV_SECONDS = 600  # to make an environment with vLLM; longer, and the suite is skipped
+
+
+def run_vllm(options: argparse.Namespace) -> Suite:
+    """The plugin in a real vLLM, in an environment of its own: the one named, else the one kept in target/."""
+    wheels = TARGET / "vllm-wheel"
+    shutil.rmtree(wheels, ignore_errors=True)
+    status, _ = stream(
+        [sys.executable, "-m", "maturin", "build", "--release", "--out", str(wheels)]
+    )
+    if status:
+        return Suite("vllm", broken=f"kvcatch's wheel is not built (maturin exited {status})")
+    wheel = str(next(wheels.glob("*.whl")))
+    folder = options.vllm_env or TARGET / "vllm-env"
+    python = str(folder / "bin" / "python")
+    if options.vllm_env or (folder / "ready").exists():
+        # Whatever version is in it: this tree's has the same number.
+        install = ["install", "--quiet", "--no-deps", "--force-reinstall", wheel]
+        if stream([python, "-m", "pip", *install])[0]:
+            return Suite("vllm", broken=f"{folder} does not take kvcatch's wheel")
+    elif reason := make_vllm_env(folder, wheel):
+        return Suite("vllm", skipped=[("tests/vllm", reason)])
+    model = os.environ.get("KVCATCH_TEST_MODEL") or str(folder / "model")
+    return run_pytest(
+        "vllm",
+        "tests/vllm",
+        *("-c", os.devnull, "--rootdir", "tests/vllm", "-p", "no:cacheprovider", "-q"),
+        python=python,
+        env={
+            "KVCATCH_TEST_MODEL": model,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        },
+    )
+
+
+def make_vllm_env(folder: Path, wheel: str) -> str:
+    """Make an environment with vLLM, kvcatch and a model in it; why there is none, else an empty text."""
+    shutil.rmtree(folder, ignore_errors=True)
+    end = time.monotonic() + VLLM_ENV_SECONDS
+    for script, command, env in (
+        ("make_env.sh", ["bash", "tests/vllm/make_env.sh", str(folder)], {"KVCATCH_WHEEL": wheel}),
+        (
+            "make_model.py",
+            [str(folder / "bin" / "python"), "tests/vllm/make_model.py", str(folder / "model")],
+            {},
+        ),
+    ):
+        left = max(1, round(end - time.monotonic()))
+        status, lines = stream(["timeout", "--kill-after=10", str(left), *command], env)
+        if status:
+            shutil.rmtree(folder, ignore_errors=True)
+            why = f"exited {status}: {lines[-1] if lines else ''}"
+            if status in (124, 137):
+                why = f"was not done within {VLLM_ENV_SECONDS} s"
+            return f"no environment with vLLM: {script} {why}"
+    (folder / "ready").touch()
+    return ""
+
+
 SUITES = {
     "rust": run_rust,
     "python": run_python,
@@ -218,7 +285,10 @@ SUITES = {
     "gpu": run_gpu,
     "callgrind": run_callgrind,
     "fuzz": run_fuzz,
+    "vllm": run_vllm,
 }
+ASKED_FOR = ("vllm",)
+"""Suites that run only with ``--only`` or ``--with``."""
 
 
 def summary(suites: list[Suite]) -> Iterator[str]:
@@ -244,6 +314,16 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=SUITES, action="append", help="this suite alone (repeatable)"
     )
+    parser.add_argument(
+        "--with", dest="more", choices=ASKED_FOR, action="append", help="this suite, too"
+    )
+    named = os.environ.get("KVCATCH_VLLM_ENV")
+    parser.add_argument(
+        "--vllm-env",
+        type=Path,
+        default=Path(named) if named else None,
+        help="environment that tests/vllm/make_env.sh made (%(default)s)",
+    )
     seconds = int(os.environ.get("FUZZ_SECONDS", "10"))
     parser.add_argument(
         "--fuzz-seconds", type=int, default=seconds, help="for each fuzz target (%(default)s)"
@@ -258,7 +338,8 @@ def main() -> int:
     options = parser.parse_args()
     TARGET.mkdir(parents=True, exist_ok=True)
     suites = []
-    for name in options.only or SUITES:
+    usual = [name for name in SUITES if name not in ASKED_FOR]
+    for name in options.only or usual + (options.more or []):
         start = time.monotonic()
         suite = SUITES[name](options)
         suite.seconds = time.monotonic() - start

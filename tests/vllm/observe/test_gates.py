@@ -95,7 +95,7 @@ def drive(scheduler: Any, seed: int, look: Any) -> list[Any]:
             name = chance.choice(sorted(scheduler.requests))
             scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         output = step(scheduler)
-        decisions.append((output.num_scheduled_tokens, sorted(output.preempted_req_ids or ())))
+        decisions.append((output.num_scheduled_tokens, sorted(getattr(output, "preempted_req_ids", None) or ())))
         look()
     return decisions
 

@@ -1,6 +1,6 @@
 """A real vLLM server under load: the plugin explains every second of waiting, and nothing is left at idle.
 
-Needs a model as a Hugging Face folder in ``TEST_MODEL_HF`` (SmolLM2). ``SOAK_SECONDS`` shortens the soak.
+Needs a model as a Hugging Face folder in ``KVCATCH_TEST_MODEL`` (SmolLM2). ``SOAK_SECONDS`` shortens the soak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[3]
-MODEL = os.environ.get("TEST_MODEL_HF", "")
+MODEL = os.environ.get("KVCATCH_TEST_MODEL", "")
 SOAK_S = float(os.environ.get("SOAK_SECONDS", "120"))
 WORDS = [
     "cache",
@@ -46,7 +46,7 @@ WORDS = [
 
 REPORTED = "as_vllm_reports_by_gate"
 
-pytestmark = pytest.mark.skipif(not Path(MODEL, "config.json").is_file(), reason="no TEST_MODEL_HF")
+pytestmark = pytest.mark.skipif(not Path(MODEL, "config.json").is_file(), reason="no KVCATCH_TEST_MODEL")
 
 
 def say(text: str) -> None:
