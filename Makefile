@@ -58,7 +58,7 @@ test-kernels: $(VENV)/.built $(VENV)/.test-tools ## The CUDA kernels on the CPU:
 	$(BIN)/python tests/run.py --only kernels
 test-kernels-all: $(VENV)/.built $(VENV)/.test-tools ## The same with every variant and shape (slow)
 	$(BIN)/python tests/run.py --only kernels --slow
-test-vllm: $(VENV)/.built $(VENV)/.test-tools ## The plugin in a real vLLM (5 GB: makes target/vllm-env, or KVCATCH_VLLM_ENV=...)
+test-vllm: $(VENV)/.built $(VENV)/.test-tools ## The plugin in a real vLLM (6 GB: makes target/vllm-env, or KVCATCH_VLLM_ENV=...)
 	$(BIN)/python tests/run.py --only vllm
 
 .PHONY: format

@@ -2,7 +2,7 @@
 
 Seven suites: ``rust`` (cargo test), ``python`` (pytest), ``kernels`` (the CUDA kernels on the CPU, and what the
 compiler makes of them), ``gpu`` (skipped without one), ``callgrind`` (instructions per hot call), ``fuzz`` (the pool
-under random operations, for a bounded time) and ``vllm`` (the plugin in a real vLLM, whose environment takes 5 GB:
+under random operations, for a bounded time) and ``vllm`` (the plugin in a real vLLM, whose environment takes 6 GB:
 only when asked for). Standard library only. `make test` is the way to call it.
 """
 

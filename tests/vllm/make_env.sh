@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a Python environment with vLLM for CPUs, this kvcatch and pytest.
 #   tests/vllm/make_env.sh FOLDER [VLLM_VERSION]
-# A few minutes and about 5 GB. Then: FOLDER/bin/pytest -c /dev/null --rootdir tests/vllm tests/vllm
+# A few minutes and about 6 GB. Then: FOLDER/bin/pytest -c /dev/null --rootdir tests/vllm tests/vllm
 # KVCATCH_WHEEL names a wheel of kvcatch; else it is built. `make test-vllm` does all of it.
 set -euo pipefail
 env=$1 version=${2:-0.32.0} torch=${TORCH_VERSION:-2.13.0}

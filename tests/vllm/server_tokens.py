@@ -1,4 +1,4 @@
-"""Runs a fixed load in a real vLLM engine and prints tokens and counters as JSON; used by ``test_server.py``.
+"""Runs a fixed load in a real vLLM engine and prints tokens and counters as JSON; used by ``test_tokens.py``.
 
     python server_tokens.py MODEL_FOLDER
 
