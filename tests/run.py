@@ -243,7 +243,17 @@ def run_vllm(options: argparse.Namespace) -> Suite:
     return run_pytest(
         "vllm",
         "tests/vllm",
-        *("-c", os.devnull, "--rootdir", "tests/vllm", "-p", "no:cacheprovider", "-q"),
+        *(
+            "-c",
+            os.devnull,
+            "--rootdir",
+            "tests/vllm",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:asyncio",
+            "-v",
+        ),
         python=python,
         env={
             "KVCATCH_TEST_MODEL": model,
