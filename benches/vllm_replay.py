@@ -6,8 +6,9 @@ Run it with a Python that has vLLM (or one whose ``vllm.v1.core`` can be importe
 in a fresh state of vLLM's classes: ``register()`` before, ``unregister()`` after. Up to 64 sequences at once, one
 decode token per sequence and step, a whole prompt admitted when it fits, FCFS, the last running sequence preempted
 when growth finds nothing. Prints a line per variant: runs per finished sequence, prefix hits, preemptions, prefilled
-tokens, CPU microseconds of the manager's bookkeeping per decode token (best of ``--repeat``, variants taking turns)
-and how often the first variant's of the same round that is (median of the rounds).
+tokens, CPU microseconds of the manager's bookkeeping per decode token and its ratio to the first variant's. A replay's
+steps are the same in every round: of each step the fastest of ``--repeat`` rounds counts, which take turns in their
+order, so that what else the machine does falls out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ import inspect
 import itertools
 import json
 import os
-import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,7 @@ def replay(
     hits = first_hits = preemptions = runs = finished = never = tokens = prefill = steps = 0
     gc.collect()
     gc.disable()
-    begin = time.thread_time()
+    times = [time.thread_time()]
     while waiting or running:
         steps += 1
         step_starts()
@@ -199,7 +198,7 @@ def replay(
             request.status = vllm.status.FINISHED_STOPPED
             manager.free(request)
         running = kept
-    seconds = time.thread_time() - begin
+        times.append(time.thread_time())
     gc.enable()
     queue = manager.block_pool.free_block_queue
     if queue.num_free_blocks != num_blocks - 1:
@@ -218,7 +217,7 @@ def replay(
         "steps": steps,
         "finished": finished,
         "never_fits": never,
-        "us_per_decode_token": round(seconds / max(1, tokens) * 1e6, 3),
+        "step_seconds": [after - before for before, after in itertools.pairwise(times)],
     }
 
 
@@ -241,35 +240,33 @@ def main() -> None:
     vllm = Vllm()
     from kvcatch.vllm import register, unregister
 
-    best: dict[str, dict[str, Any]] = {}
-    ratios: dict[str, list[float]] = {variant: [] for variant in args.variants}
-    for _ in range(args.repeat):
-        first = 0.0
-        for variant in args.variants:
+    found: dict[str, dict[str, Any]] = {}
+    fastest: dict[str, list[float]] = {}
+    for at in range(args.repeat):
+        turn = at % len(args.variants)
+        for variant in args.variants[turn:] + args.variants[:turn]:
             os.environ["KVCATCH_VLLM"] = variant
             register()
             try:
                 figures = replay(vllm, rows, args.blocks, args.block_size, args.max_seqs)
             finally:
                 unregister()
-            first = first or figures["us_per_decode_token"]
-            ratios[variant].append(figures["us_per_decode_token"] / first)
-            before = best.get(variant)
-            if before is not None:
-                figures["us_per_decode_token"] = min(
-                    figures["us_per_decode_token"], before["us_per_decode_token"]
-                )
-            best[variant] = figures
-    for variant, figures in best.items():
+            times = figures.pop("step_seconds")
+            fastest[variant] = list(map(min, times, fastest.get(variant, times)))
+            found[variant] = figures
+    first = sum(fastest[args.variants[0]])
+    for variant in args.variants:
+        figures, seconds = found[variant], sum(fastest[variant])
         line = {
             "vllm": vllm.version,
             "kvcatch": variant or "off",
             "blocks": args.blocks,
             "requests": len(rows),
+            **figures,
+            "us_per_decode_token": round(seconds / max(1, figures["decode_tokens"]) * 1e6, 3),
+            "cost_ratio": round(seconds / first, 3),
         }
-        figures["cost_ratio"] = round(statistics.median(ratios[variant]), 3)
-        print(json.dumps(line | figures))
-        sys.stdout.flush()
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvcatch.observe.sample import EngineSample
 
-__all__ = ["Interval", "by_replica", "delta", "intervals"]
+__all__ = ["Interval", "by_replica", "delta", "intervals", "queue"]
 
 LONGEST_STEP_S = 30.0
 """A step that takes longer is taken for a standstill."""
@@ -43,6 +43,16 @@ def delta(before: EngineSample, after: EngineSample, name: str) -> float | None:
     """How far a counter went up; None when it is unknown or went back."""
     old, new = getattr(before, name), getattr(after, name)
     return None if old is None or new is None or new < old else new - old
+
+
+def queue(state: EngineSample) -> float | None:
+    """Requests that wait, for whatever reason; the sum by reason where only that is exported."""
+    if state.waiting_requests is not None:
+        return state.waiting_requests
+    parts = (state.waiting_capacity_requests, state.waiting_deferred_requests)
+    if all(part is None for part in parts):
+        return None
+    return sum(part or 0.0 for part in parts)
 
 
 def is_restart(before: EngineSample, after: EngineSample) -> bool:
@@ -148,7 +158,10 @@ def intervals(samples: Sequence[EngineSample]) -> list[Interval]:
         # What was preempted before this interval waits in it; who enters resumes first.
         interval.preempted_waiting = outstanding
         if after.covers_seconds is not None:
+            # A line tells of its end: who left in it waits there, unless nobody does.
             interval.preempted_waiting += interval.left
+            outstanding = min(outstanding, queue(after) or 0.0)
+            interval.preempted_waiting = min(interval.preempted_waiting, queue(after) or 0.0)
         outstanding = max(0.0, outstanding + interval.left - interval.entered)
         found.append(interval)
     _spread(found)
@@ -158,11 +171,16 @@ def intervals(samples: Sequence[EngineSample]) -> list[Interval]:
 def _left_and_entered(
     before: EngineSample, after: EngineSample, finished: float | None
 ) -> tuple[float, float]:
+    """Requests that stopped running and wait again, and those that began to run, net of each other.
+
+    Who was preempted and runs not again waits: running that falls by more than waits afterwards was aborted.
+    """
     old, new = before.running_requests, after.running_requests
     if old is None or new is None or finished is None:
         return 0.0, 0.0
     change = new - old + finished
-    return max(0.0, -change), max(0.0, change)
+    left, waiting = max(0.0, -change), queue(after)
+    return left if waiting is None else min(left, waiting), max(0.0, change)
 
 
 def _between(before: EngineSample, after: EngineSample, seconds: float) -> Interval:
@@ -198,10 +216,24 @@ def _between(before: EngineSample, after: EngineSample, seconds: float) -> Inter
         entered,
         delta(before, after, "prefix_hit_tokens_total"),
         delta(before, after, "prefix_query_tokens_total"),
-        queue_after=after.waiting_requests,
+        queue_after=queue(after),
         is_frozen=frozen,
         is_slow=slow,
     )
+
+
+def _left_between_lines(before: EngineSample | None, line: EngineSample) -> float:
+    """Requests that went back into the queue between two lines, which do not count completions.
+
+    Running fell by as much as the queue grew, while no prompt was computed.
+    """
+    if before is None or line.prompt_tokens_per_second != 0:
+        return 0.0
+    old, new = before.running_requests, line.running_requests
+    waited, waits = queue(before), queue(line)
+    if old is None or new is None or waited is None or waits is None or new >= old:
+        return 0.0
+    return old - new if waits - waited == old - new else 0.0
 
 
 def _of_line(before: EngineSample | None, line: EngineSample) -> Interval:
@@ -212,7 +244,7 @@ def _of_line(before: EngineSample | None, line: EngineSample) -> Interval:
         preempted = max(0.0, preempted - (before.preemptions_total or 0.0))
     return Interval(
         line.t_seconds - covers, covers, line, prompt, generated, None, None, None, None,
-        preempted, 0.0, 0.0, None, None, queue_after=line.waiting_requests,
+        preempted, _left_between_lines(before, line), 0.0, None, None, queue_after=queue(line),
         is_frozen=not prompt and not generated,
     )  # fmt: skip
 
@@ -224,7 +256,7 @@ def _spread(found: list[Interval]) -> None:
         if interval.is_restart or interval.state.covers_seconds is not None:
             group = []
             continue
-        is_busy = bool(interval.state.running_requests or interval.state.waiting_requests)
+        is_busy = bool(interval.state.running_requests or queue(interval.state))
         if interval.is_frozen or interval.is_slow:
             group = [*group, interval] if is_busy else []
             continue
