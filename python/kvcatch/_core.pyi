@@ -219,7 +219,8 @@ class BlockQueue:
 
     ``blocks[i].block_id`` must be ``i``; all are in the queue at first. Blocks given back by ``append`` and
     ``append_n`` are cached ones, the first to be evicted first; by ``prepend_n``, or without ``_block_hash``
-    where the engine never prepends, they have no content.
+    where the engine never prepends, they have no content. An object of a subclass has its attribute
+    ``num_free_blocks`` set at each change; ``len()`` tells it of any.
     """
 
     def __new__(
@@ -232,8 +233,6 @@ class BlockQueue:
         prepends: bool = True,
     ) -> Self: ...
     @property
-    def num_free_blocks(self) -> int: ...
-    @property
     def num_clean(self) -> int: ...
     @property
     def num_evictions(self) -> int: ...
@@ -243,7 +242,7 @@ class BlockQueue:
     def eviction(self) -> str: ...
     @property
     def growing(self) -> int | None:
-        """Who asks next: ``None`` nobody that grows, -1 a new sequence, else one with this last block."""
+        """Who takes next, once: ``None`` nobody that grows, -1 a new sequence, else one with this last block."""
     @growing.setter
     def growing(self, value: int | None) -> None: ...
     def set_watchers(self, watchers: dict[int, Any]) -> None:

@@ -8,6 +8,7 @@ circular buffers) ask without a hint: no room is kept behind what they get and n
 
 from __future__ import annotations
 
+import inspect
 from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,18 @@ class Queue(BlockQueue):
 
     Walkers (host offload) see the eviction order. As soon as one walks, nothing is evicted early any
     more: what it saw first goes first.
+
+    Attributes:
+        num_free_blocks: Blocks in the queue; the core sets it at each change.
+        walked: Somebody walked.
     """
 
+    num_free_blocks: int
     walked: bool = False
+
+    def __init__(self, blocks: list[Any], **options: Any) -> None:
+        del options  # taken by the core before this is called
+        self.num_free_blocks = len(blocks)
 
     def _walk(self) -> None:
         if not self.walked:
@@ -132,23 +142,43 @@ def _install_hints(shape: Shape) -> None:
     known = code is not None and set(code.co_names) <= _ALLOCATE_NAMES
     redirects = code is not None and known and "_partial_hit_reqs" in code.co_names
 
-    def allocate_new_blocks(
-        self: Any, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
-    ) -> Any:
-        blocks = self.req_to_blocks[request_id]
+    def hinted(self: Any, blocks: list[Any], request_id: str, num_tokens: int, *more: Any) -> Any:
         if num_tokens <= len(blocks) * self.block_size:
-            if known and not (redirects and self._partial_hit_reqs):
-                return []
-            return allocate(self, request_id, num_tokens, *args, **kwargs)
+            return allocate(self, request_id, num_tokens, *more)
         queue = self.block_pool.free_block_queue
         last = blocks[-1] if blocks else None
         queue.growing = -1 if last is None or last.is_null else last.block_id
         try:
-            return allocate(self, request_id, num_tokens, *args, **kwargs)
-        finally:
+            new = allocate(self, request_id, num_tokens, *more)
+        except BaseException:
             queue.growing = None
+            raise
+        if not known:  # else it has taken blocks, and with them the hint
+            queue.growing = None
+        return new
 
-    patch.replace(shape.manager, "allocate_new_blocks", allocate_new_blocks)
+    # The very parameters of vLLM's own, which is one call less for the interpreter than `*args`.
+    def with_main_model(
+        self: Any, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> Any:
+        blocks = self.req_to_blocks[request_id]
+        if (
+            known
+            and num_tokens <= len(blocks) * self.block_size
+            and not (redirects and self._partial_hit_reqs)
+        ):
+            return []
+        return hinted(self, blocks, request_id, num_tokens, num_tokens_main_model)
+
+    def without(self: Any, request_id: str, num_tokens: int) -> Any:
+        blocks = self.req_to_blocks[request_id]
+        if known and num_tokens <= len(blocks) * self.block_size:
+            return []
+        return hinted(self, blocks, request_id, num_tokens)
+
+    takes_main = "num_tokens_main_model" in inspect.signature(allocate).parameters
+    wrapper = with_main_model if takes_main else without
+    patch.replace(shape.manager, "allocate_new_blocks", wrapper)
 
 
 def _install_links() -> None:

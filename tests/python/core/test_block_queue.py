@@ -74,7 +74,7 @@ def test_cached_blocks_go_last_and_oldest_first():
     queue.prepend_n([blocks[4]])
     assert ids(queue.get_all_free_blocks()) == [4, 9, 8, 7, 2]
     assert ids(queue.popleft_n(2)) == [4, 9]
-    assert queue.num_free_blocks == 3
+    assert len(queue) == 3
 
 
 def test_early_candidates_stay_in_the_order_of_age():
@@ -118,7 +118,7 @@ def test_a_hit_block_leaves_and_cannot_leave_twice():
     blocks, queue = make(8)
     queue.remove(blocks[3])
     assert blocks[3] not in queue
-    assert queue.num_free_blocks == 7
+    assert len(queue) == 7
     with pytest.raises(RuntimeError, match=r"remove\(\) called on an invalid block"):
         queue.remove(blocks[3])
 
@@ -160,7 +160,7 @@ def test_clear_voids_all_content():
     queue.popleft_n(8)
     queue.append_n(blocks[2:5])
     queue.clear()
-    assert (queue.num_clean, queue.num_free_blocks) == (3, 3)
+    assert (queue.num_clean, len(queue)) == (3, 3)
     assert queue.num_evictions == 0
 
 
@@ -190,10 +190,10 @@ def test_no_block_is_lost_or_given_twice(placement, eviction):
     used: list[list[Block]] = []
     for _ in range(1500):
         action = rng.random()
-        if action < 0.4 and queue.num_free_blocks > 20:
+        if action < 0.4 and len(queue) > 20:
             queue.growing = -1 if rng.random() < 0.7 else None
             used.append(queue.popleft_n(rng.randint(1, 20)))
-        elif action < 0.6 and used and queue.num_free_blocks:
+        elif action < 0.6 and used and len(queue):
             sequence = rng.choice(used)
             queue.growing = sequence[-1].block_id
             sequence += queue.popleft_n(1)
@@ -202,10 +202,49 @@ def test_no_block_is_lost_or_given_twice(placement, eviction):
             cut = rng.randint(0, len(sequence))
             queue.prepend_n(sequence[cut:][::-1])
             queue.append_n(sequence[:cut][::-1])
-        elif queue.num_free_blocks:
+        elif len(queue):
             block = rng.choice(queue.get_all_free_blocks())
             queue.remove(block)
             used.append([block])
         queue.validate()
         held = ids([block for sequence in used for block in sequence])
         assert sorted(held + queue.order()) == list(range(300))
+
+
+def test_a_subclass_has_the_number_of_free_blocks_as_an_attribute():
+    class Queue(BlockQueue):
+        num_free_blocks = 64
+
+    blocks = [Block(i) for i in range(64)]
+    queue = Queue(blocks)
+    assert queue.popleft().block_id == 0
+    assert queue.num_free_blocks == 63
+    taken = queue.popleft_n(10)
+    assert queue.num_free_blocks == 53
+    with pytest.raises(AssertionError, match="54 blocks asked of a free queue of 53"):
+        queue.popleft_n(54)
+    assert queue.num_free_blocks == 53
+    queue.append(taken[0])
+    queue.append_n(taken[1:3])
+    queue.append_n(iter(taken[3:5]))
+    queue.prepend_n(taken[5:9])
+    assert queue.num_free_blocks == 62
+    with pytest.raises(DoubleFree):
+        queue.append_n([taken[9], taken[9]])
+    assert queue.num_free_blocks == len(queue) == 62
+    queue.remove(taken[0])
+    assert queue.num_free_blocks == 61
+    queue.clear()
+    assert queue.num_free_blocks == len(queue) == 61
+    assert not hasattr(BlockQueue(blocks), "num_free_blocks")
+
+
+def test_a_hint_is_good_for_one_taking():
+    _, queue = make(256)
+    queue.growing = -1
+    queue.popleft_n(4)
+    assert queue.growing is None
+    queue.growing = 3
+    with pytest.raises(AssertionError):
+        queue.popleft_n(1000)
+    assert queue.growing is None
