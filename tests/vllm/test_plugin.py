@@ -6,6 +6,11 @@ Run with a Python that has vLLM, kvcatch and pytest: ``pytest -c /dev/null tests
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +21,8 @@ from kvcatch.vllm import order, plugin, register, unregister
 from kvcatch.vllm.evict import wanted
 from kvcatch.vllm.pool import Queue
 from kvcatch.vllm.versions import Shape, UnknownShape
+
+OBSERVE = Path(__file__).with_name("observe")
 
 
 @pytest.fixture(autouse=True)
@@ -219,3 +226,111 @@ def test_nobody_is_passed_over_more_often_than_the_bound():
             break
     assert step == bound
     assert [r.name for r in waiting] == ["5"]
+
+
+OBSERVED = """
+import sys
+from pathlib import Path
+
+sys.path[:0] = [sys.argv[1]]
+from real_scheduler import make_request, make_scheduler, step
+
+from kvcatch.vllm import register
+
+register()
+scheduler = make_scheduler(Path(sys.argv[2]), num_blocks=21)
+scheduler.add_request(make_request("a", 40, max_tokens=2))
+while scheduler.requests:
+    step(scheduler)
+print("served", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def observed(tmp_path):
+    """Starts engine cores (vLLM's own Scheduler in a process each) that publish; returns process and its log."""
+    made = []
+
+    def start(socket_setting: str) -> tuple[subprocess.Popen, Path]:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        environ = os.environ | {
+            "KVCATCH_VLLM": "observe",
+            "KVCATCH_VLLM_SOCKET": socket_setting,
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        log = folder / "log"
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-c", OBSERVED, str(OBSERVE), str(folder)],
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+        made.append(process)
+        # vLLM's log may be on stdout.
+        lines = []
+        for line in process.stdout:
+            if line == "served\n":
+                break
+            lines.append(line)
+        else:
+            raise AssertionError(log.read_text()[-2000:])
+        log.write_text(log.read_text() + "".join(lines))
+        return process, log
+
+    yield start
+    for process in made:
+        process.kill()
+        process.wait(30)
+        process.stdin.close()
+        process.stdout.close()
+
+
+def wrong(log: Path) -> list[str]:
+    return [line for line in log.read_text().splitlines() if "is not published" in line]
+
+
+def answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as reader:
+        reader.settimeout(30)
+        try:
+            reader.connect(str(path))
+        except OSError:
+            return False
+        reader.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        return b" 200 " in reader.recv(64)
+
+
+def test_of_two_engine_cores_with_one_socket_the_second_says_so_and_serves_on(observed, tmp_path):
+    path = tmp_path / "one.sock"
+    _, first = observed(str(path))
+    assert answers(path)
+    assert wrong(first) == []
+    _, second = observed(str(path))
+    assert len(wrong(second)) == 1
+    assert str(path) in wrong(second)[0]
+    assert answers(path)
+
+
+def test_the_socket_of_a_crashed_core_is_taken_over(observed, tmp_path):
+    path = tmp_path / "one.sock"
+    process, _ = observed(str(path))
+    process.kill()
+    process.wait(30)
+    assert path.exists()
+    assert not answers(path)
+    _, second = observed(str(path))
+    assert wrong(second) == []
+    assert answers(path)
+
+
+def test_a_socket_that_cannot_be_made_is_one_line_and_vllm_serves_on(observed, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "one.sock", tmp_path / "absent" / "one.sock"):
+        _, log = observed(str(path))
+        assert len(wrong(log)) == 1
+        assert str(path) in wrong(log)[0]

@@ -154,6 +154,9 @@ def _diagnose(found: list[Source], version: EngineVersion | None, limits: Limits
         if source.out_of_memory and result.worst.is_healthy:
             result.worst.gate = "not_enough_evidence"
             result.worst.confidence = 0.5
+            count = source.out_of_memory
+            text = f"PyTorch ran out of device memory {count} times: outside the KV pool"
+            result.worst.arithmetic = text
         results.append(result)
     if len(results) == 1:
         return results[0]

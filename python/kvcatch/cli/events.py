@@ -23,7 +23,7 @@ _TOP = 8
 def events(
     endpoints: Annotated[
         list[str],
-        typer.Argument(metavar="ENDPOINT...", help="tcp://HOST:PORT, one per data-parallel rank."),
+        typer.Argument(metavar="ENDPOINT", help="tcp://HOST:PORT, one per data-parallel rank."),
     ],
     replay: Annotated[
         list[str] | None,

@@ -78,7 +78,7 @@ def print_refused(console: Console, data: dict[str, Any]) -> None:
 
     head, recent = data.get("head"), data["recent"]
     if head is not None:
-        console.print(f"refused now: {refusal_line(head)}")
+        console.print(f"refused now: {refusal_line(head, is_now=True)}")
     elif recent:
         console.print(f"refused last: {refusal_line(recent[0])}")
     else:

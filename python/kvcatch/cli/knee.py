@@ -86,10 +86,10 @@ def knee(
 
 
 def _read(source: str, window: float, interval: float, timeout: float, token: str | None) -> Source:
-    from kvcatch.observe.scrape import UNIX
+    from kvcatch.observe.scrape import is_endpoint
     from kvcatch.observe.source import read_endpoints, read_file
 
-    if "://" not in source and not source.startswith(UNIX):
+    if not is_endpoint(source):
         return read_file(Path(source))
     with Ticker() as ticker:
         ticker.say(f"looking at {source} for {window:g} s")

@@ -77,16 +77,15 @@ def leaks(
     """
     with one_line_errors():
         from kvcatch.observe.limits import Limits, read_engine_args
-        from kvcatch.observe.scrape import UNIX
+        from kvcatch.observe.scrape import is_endpoint
 
         limits = Limits() if engine_args is None else read_engine_args(engine_args)
-        is_endpoint = "://" in source or source.startswith(UNIX)
-        if not is_endpoint and _is_snapshot(Path(source)):
+        if not is_endpoint(source) and Path(source).exists() and _is_snapshot(Path(source)):
             _of_snapshot(Path(source), live, now, as_json=as_json)
             return
         if live is not None or now is not None:
             raise InvalidArgument(f"{source}: --live and --now are for a snapshot")
-        if is_endpoint:
+        if is_endpoint(source):
             checks, notes = _of_endpoint(source, limits, window, interval, timeout, token)
         else:
             checks, notes = _of_file(Path(source), limits)
@@ -158,6 +157,7 @@ def _of_endpoint(
     token: str | None,
 ) -> tuple[list[LeakCheck], list[str]]:
     from kvcatch.observe.leaks import check_leaks
+    from kvcatch.observe.scrape import metrics_url
     from kvcatch.observe.source import read_endpoints
 
     with Ticker() as ticker:
@@ -171,7 +171,7 @@ def _of_endpoint(
         fail(source.notes[0] if source.notes else f"{source.name}: no sample", 2)
     checks = check_leaks(source.samples, limits.joined(source.limits))
     if any(check.engine == "kvcatch" for check in checks):
-        _name_holders(checks, asyncio.run(_holders(source.name, timeout, token)))
+        _name_holders(checks, asyncio.run(_holders(metrics_url(url), timeout, token)))
     _look_inside(checks, source)
     return checks, source.notes
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path  # noqa: TC003
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcatch.cli.common import app, fail, make_console, one_line_errors
+from kvcatch.cli.common import Ticker, app, fail, make_console, one_line_errors
 from kvcatch.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -30,7 +32,13 @@ def record(
         ),
     ],
     output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="gzip where it ends in .gz.")
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="gzip where it ends in .gz; what is there is replaced.",
+        ),
     ],
     duration: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="How long; else until Ctrl-C.", min=0)
@@ -46,13 +54,13 @@ def record(
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(envvar="KVCATCH_TOKEN", help="Of the plugin's port.", show_envvar=True),
+        typer.Option(metavar="TEXT", envvar="KVCATCH_TOKEN", help="That the endpoint wants."),
     ] = None,
 ) -> None:
     """Keep an engine's metrics in a compact recording, for diagnose and replay-metrics.
 
-    A scrape that fails is noted in it, and recording goes on. From the plugin inside vLLM it also keeps,
-    every ten seconds, who is refused and who holds the blocks.
+    A scrape that fails is noted in it, and recording goes on. Ctrl-C or SIGTERM ends it well. From the
+    plugin inside vLLM it also keeps, every ten seconds, who is refused and who holds the blocks.
 
     Example: kvcatch record http://127.0.0.1:8000 -o incident.jsonl.gz --duration 600
     """
@@ -64,8 +72,9 @@ def record(
             EngineVersion.parse(engine)
         endpoint = metrics_url(url)
         scraper = Scraper(timeout_s=timeout, token=token)
-        rows = asyncio.run(_record(scraper, endpoint, output, duration, interval, engine))
-        make_console().print(f"{rows} rows in {output}, {output.stat().st_size:,} bytes")
+        rows, failed = asyncio.run(_record(scraper, endpoint, output, duration, interval, engine))
+        text = f"{rows} rows in {output}, {output.stat().st_size:,} bytes"
+        make_console().print(f"{text}; {failed} scrapes failed" if failed else text, soft_wrap=True)
 
 
 async def _record(
@@ -75,9 +84,11 @@ async def _record(
     duration: float | None,
     interval: float,
     engine: str | None,
-) -> int:
+) -> tuple[int, int]:
+    """Rows written, and scrapes that failed."""
     from kvcatch.observe.errors import MetricsError
     from kvcatch.observe.record import Recorder
+    from kvcatch.observe.scrape import shown_url
 
     async with scraper:
         first = await scraper.fetch(endpoint)
@@ -86,18 +97,42 @@ async def _record(
         if engine is None and (version := await scraper.version(endpoint, "vllm")) is not None:
             engine = "vllm@" + ".".join(map(str, version.low or ()))
         start = time.time()
-        with Recorder(output, endpoint, start, engine) as recorder:
-            recorder.add(0.0, first.body)
-            has_plugin = b"\nkvcatch_vllm_max_num_seqs" in first.body
-            if has_plugin:
-                await _inside(scraper, recorder, endpoint, 0.0)
-            try:
-                await _loop(scraper, recorder, endpoint, duration, interval, has_plugin=has_plugin)
-            except (KeyboardInterrupt, asyncio.CancelledError):
-                make_console(stderr=True).print("stopped")
-            except MetricsError as error:
-                fail(str(error), 2)
-            return recorder.rows
+        try:
+            with (
+                Recorder(output, shown_url(endpoint), start, engine) as recorder,
+                Ticker() as ticker,
+            ):
+                _end_by_sigterm()
+                try:
+                    recorder.add(0.0, first.body)
+                    has_plugin = b"\nkvcatch_vllm_max_num_seqs" in first.body
+                    if has_plugin:
+                        await _inside(scraper, recorder, endpoint, 0.0)
+                    await _loop(
+                        scraper,
+                        recorder,
+                        endpoint,
+                        duration,
+                        interval,
+                        ticker,
+                        has_plugin=has_plugin,
+                    )
+                except asyncio.CancelledError:
+                    make_console(stderr=True).print("stopped")
+                return recorder.rows, recorder.failed
+        except MetricsError as error:
+            fail(str(error), 2)
+        except OSError as error:
+            # What was written before can be read: a recording may break off.
+            raise OSError(error.errno, error.strerror, str(output)) from None
+
+
+def _end_by_sigterm() -> None:
+    """From here on SIGTERM ends the recording as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    with suppress(NotImplementedError, RuntimeError, ValueError):  # Windows, or another thread
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 async def _inside(scraper: Scraper, recorder: Recorder, endpoint: str, at: float) -> None:
@@ -121,6 +156,7 @@ async def _loop(
     endpoint: str,
     duration: float | None,
     interval: float,
+    ticker: Ticker,
     *,
     has_plugin: bool,
 ) -> None:
@@ -135,6 +171,8 @@ async def _loop(
         await asyncio.sleep(max(0.0, start + due - time.monotonic()))
         at = time.monotonic() - start
         page = await scraper.fetch(endpoint)
+        failed = f", {recorder.failed:,} scrapes failed" if recorder.failed else ""
+        ticker.say(f"{recorder.rows:,} rows{failed}")
         if page.body is None:
             recorder.fail(at, page.error or "no answer")
             continue
@@ -151,15 +189,17 @@ async def _loop(
 
 @app.command("replay-metrics")
 def replay_metrics(
-    file: Annotated[Path, typer.Argument(help="A recording, compact or raw.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A recording, compact or raw.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 for any free port.", min=0, max=65535)] = 9108,
-    speed: Annotated[float, typer.Option(help="Seconds of the recording per second.")] = 1.0,
+    speed: Annotated[
+        float, typer.Option(metavar="FACTOR", help="Seconds of the recording per second.")
+    ] = 1.0,
     loop: Annotated[bool, typer.Option("--loop", help="Begin again at its end.")] = False,
 ) -> None:
     """Serve a recording as the metrics page it was read from, for dashboards and tests.
 
-    At its end the last page stays. A moment whose scrape failed answers 503.
+    At its end the last page stays. Ctrl-C ends it. A moment whose scrape failed answers 503.
 
     Example: kvcatch replay-metrics incident.jsonl.gz --port 9108 --speed 10
     """
@@ -168,9 +208,12 @@ def replay_metrics(
 
         if not 0 < speed < 1e6:
             raise InvalidArgument(f"speed = {speed}: must be more than 0")
-        replay = Replay(file, speed=speed, loop=loop)
+        with Ticker() as ticker:
+            ticker.say(f"reading {file}")
+            replay = Replay(file, speed=speed, loop=loop)
         server = make_server(replay, host, port)
-        made = f"http://{host}:{server.server_address[1]}/metrics"
+        shown = f"[{host}]" if ":" in host else host
+        made = f"http://{shown}:{server.server_address[1]}/metrics"
         make_console().print(f"{replay.rows} rows, {replay.seconds:,.0f} s, at {made}")
         try:
             server.serve_forever()

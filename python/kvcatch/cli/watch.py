@@ -13,7 +13,7 @@ import typer
 from rich import box
 from rich.table import Table
 
-from kvcatch.cli.common import app, make_console, one_line_errors
+from kvcatch.cli.common import Ticker, app, make_console, one_line_errors
 from kvcatch.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 def watch(
     sources: Annotated[
         list[str],
-        typer.Argument(metavar="URL|FILE...", help="Endpoints; or recordings, to look through."),
+        typer.Argument(
+            metavar="URL|unix:PATH|FILE", help="Endpoints; or recordings, to look through."
+        ),
     ],
     interval: Annotated[
         float, typer.Option(metavar="SECONDS", help="Between two looks.", min=0.1)
@@ -44,6 +46,10 @@ def watch(
     engine_args: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="The engine's command line: limits are read from it."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", envvar="KVCATCH_TOKEN", help="That the endpoints want."),
     ] = None,
     at: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Where in a recording to begin.")
@@ -72,7 +78,8 @@ def watch(
             raise InvalidArgument("--json goes with --once")
         if sum((web, once, screenshot is not None)) > 1:
             raise InvalidArgument("--web, --once and --screenshot exclude each other")
-        fleet = _fleet(sources, _rules(interval, window, history, engine, engine_args), timeout)
+        rules = _rules(interval, window, history, engine, engine_args)
+        fleet = _fleet(sources, rules, timeout, token)
         if at is not None and (fleet.is_live or web):
             raise InvalidArgument("--at goes with recordings in the terminal")
         if once:
@@ -102,16 +109,19 @@ def _rules(
     )
 
 
-def _fleet(sources: list[str], rules: Rules, timeout: float) -> Fleet:
+def _fleet(sources: list[str], rules: Rules, timeout: float, token: str | None) -> Fleet:
+    from kvcatch.observe.scrape import is_endpoint
     from kvcatch.watch import Fleet, read_recordings
 
-    urls = [source for source in sources if "://" in source]
+    urls = [source for source in sources if is_endpoint(source)]
     if not urls:
-        fleet = read_recordings([Path(source) for source in sources], rules)
+        with Ticker() as ticker:
+            ticker.say("reading")
+            fleet = read_recordings([Path(source) for source in sources], rules)
     elif len(urls) < len(sources):
         raise InvalidArgument("endpoints and recordings are not watched together")
     else:
-        fleet = Fleet.of_urls(urls, rules, timeout_s=timeout)
+        fleet = Fleet.of_urls(urls, rules, timeout_s=timeout, token=token)
     if rules.version is not None and not fleet.is_live:
         found = {engine for endpoint in fleet.endpoints for engine, _ in endpoint.replicas}
         if rules.version.name not in (*found, "llamacpp"):
@@ -137,16 +147,18 @@ def _print(found: list[Row]) -> None:
     from kvcatch.watch.draw import number, percent, seconds
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("endpoint", "replica", "gate"):
+    has_labels = any(row.label for row in found)
+    for name in ("endpoint", "replica") if has_labels else ("endpoint",):
         table.add_column(name, overflow="fold")
+    table.add_column("gate", no_wrap=True)
     for name in ("KV", "running", "waiting", "preempted", "TTFT", "hit"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found:
         values, figures = row.values, row.figures
         table.add_row(
-            row.endpoint,
-            row.label,
-            f"{row.gate}: {row.reason}" if row.reason else row.gate,
+            row.endpoint.removeprefix("http://"),
+            *([row.label] if has_labels else []),
+            row.gate,
             percent(values.get("kv_usage_share")),
             number(values.get("running_requests")),
             number(values.get("waiting_requests")),
@@ -156,6 +168,9 @@ def _print(found: list[Row]) -> None:
         )
     console = make_console()
     console.print(table)
+    for endpoint, reason in dict.fromkeys((row.endpoint, row.reason) for row in found):
+        if reason:
+            console.print(f"{endpoint}: {reason}")
     shares = {row.replica.engine: row.replica.usage_of for row in found if row.replica is not None}
     for engine, usage_of in shares.items():
         console.print(f"KV of {engine}: {usage_of}")

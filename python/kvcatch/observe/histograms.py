@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvcatch.observe.engines import FAMILIES
+from kvcatch.observe.engines.table import replica_name
 from kvcatch.observe.prometheus import parse_labels
 from kvcatch.observe.record import series_rows
 
@@ -117,7 +118,7 @@ def read_latencies(path: Path) -> Latencies:
                 family = next(
                     family for prefix, family in engines.items() if name.startswith(prefix)
                 )
-                replica = _replica(family.identity, labels)
+                replica = replica_name(family.identity, labels)
                 rest = {k: v for k, v in labels.items() if k not in family.identity}
                 found.infos.append((family.engine, replica, rest))
                 continue
@@ -126,7 +127,7 @@ def read_latencies(path: Path) -> Latencies:
                 bound = float(labels.get("le", ""))
             except ValueError:
                 continue
-            replica = _replica(FAMILIES[engine].identity, labels)
+            replica = replica_name(FAMILIES[engine].identity, labels)
             ranks = slots.setdefault((engine, replica, kind), {})
             ranks.setdefault(rank, {}).setdefault(bound, []).append(series)
             history[series] = []
@@ -148,10 +149,6 @@ def read_latencies(path: Path) -> Latencies:
         made = BucketHistory(np.array(ordered), times, counts)
         found.histograms.setdefault((engine, replica), {})[kind] = made
     return found
-
-
-def _replica(identity: Sequence[str], labels: dict[str, str]) -> str:
-    return ",".join(f"{name}={labels[name]}" for name in identity if labels.get(name))
 
 
 def _filled(changes: list[tuple[int, float]], length: int) -> NDArray[np.float64]:

@@ -146,11 +146,16 @@ def _check(value: Any, shape: Any, where: str, name: str) -> None:
         raise MetricsError(f"{name}: {where} = {value!r:.40} is missing or of another kind")
 
 
-def refusal_line(refused: dict[str, Any]) -> str:
-    """One refusal in one line: the request, the gate, the arithmetic, for how long."""
+def refusal_line(refused: dict[str, Any], *, is_now: bool = False) -> str:
+    """One refusal in one line: the request, the gate, the arithmetic, for how long.
+
+    Args:
+        refused: As the page has it.
+        is_now: It is the queue's head now, however long ago the last step began.
+    """
     lasted = refused["first_seconds_ago"] - refused["last_seconds_ago"]
     when = f"for {refused['first_seconds_ago']:,.1f} s"
-    if refused["last_seconds_ago"] > 1.0:
+    if not is_now and refused["last_seconds_ago"] > 1.0:
         when = f"for {lasted:,.1f} s until {refused['last_seconds_ago']:,.1f} s ago"
     text = f"{refused['request']} is refused at {refused['gate']}: {refused['detail']}; {when}"
     text += f" ({refused['steps']:,} steps)"

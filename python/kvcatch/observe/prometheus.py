@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvcatch.observe.engines import FAMILIES, family_of
+from kvcatch.observe.engines.table import replica_name
 from kvcatch.observe.errors import MetricsError
 from kvcatch.observe.sample import EngineSample
 
@@ -31,7 +32,7 @@ _PROCESS_START = "process_start_time_seconds"
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r'\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*=\s*"((?:[^"\\\n]|\\.)*)"\s*(,|$)')
 _LINE = re.compile(
-    r'([a-zA-Z_:][a-zA-Z0-9_:]*(?:\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}|(?=[ \t])))[ \t]*(\S+)(.*)'
+    r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:[ \t]*(\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\})|(?=[ \t]))[ \t]*(\S+)(.*)'
 )
 _ESCAPE = re.compile(r"\\(.)")
 
@@ -64,7 +65,7 @@ def parse_labels(series: str) -> tuple[str, dict[str, str]] | None:
 def parse_line(line: str) -> tuple[str, str] | None:
     """Series and value of one line, exemplar and timestamp dropped; None when it is not well formed."""
     match = _LINE.fullmatch(line.strip())
-    return (match[1], match[2]) if match else None
+    return (match[1] + (match[2] or ""), match[3]) if match else None
 
 
 @dataclass(slots=True, eq=False)
@@ -143,7 +144,14 @@ class Reader:
             if slot is None:
                 if series in skipped:
                     continue
-                if not self.wants(series.partition("{")[0]):
+                name = series.partition("{")[0]
+                if not name or name != name.strip() or "\t" in name:
+                    # The format allows blanks and tabs around each part.
+                    parsed = parse_line(line)
+                    if parsed is not None:
+                        series, rest = parsed
+                        name = series.partition("{")[0]
+                if not self.wants(name):
                     if len(skipped) >= _MAX_SKIPPED:
                         skipped.clear()
                     skipped.add(series)
@@ -211,6 +219,11 @@ class Reader:
         raise self._error(f"{slot.series[:120]} is {value}: not a count")
 
     def _error(self, message: str) -> MetricsError:
+        if not message.isprintable():
+            message = "".join(
+                char if char.isprintable() else char.encode("unicode_escape").decode()
+                for char in message
+            )
         return MetricsError(f"{self.endpoint}: {message}")
 
     def wants(self, name: str) -> bool:
@@ -223,6 +236,8 @@ class Reader:
         Raises:
             MetricsError: The series is not well formed, or there are too many.
         """
+        if (slot := self._known.get(series)) is not None:
+            return slot
         parsed = parse_labels(series)
         if parsed is None:
             raise self._error(f"malformed series {series[:80]!r}")
@@ -271,9 +286,7 @@ class Reader:
             replica = self._replicas.get(key)
             if replica is None:
                 replica = self._replicas[key] = _Replica(
-                    family,
-                    identity,
-                    ",".join(f"{label}={value}" for label, value in identity.items()),
+                    family, identity, replica_name(family.identity, labels)
                 )
             rows = replica.rows.setdefault(metric.field, {})
             rows.setdefault(rank, (metric, []))[1].append(slot)

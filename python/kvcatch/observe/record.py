@@ -16,15 +16,17 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from kvcatch.errors import InvalidArgument
 from kvcatch.observe.engines import family_of
 from kvcatch.observe.errors import MetricsError, RecordingError
 from kvcatch.observe.inside import check_inside
 from kvcatch.observe.limits import EngineVersion
+from kvcatch.observe.lines import FORMAT, is_recording, rows
 from kvcatch.observe.prometheus import Reader, parse_line
 
 if TYPE_CHECKING:
@@ -34,12 +36,19 @@ if TYPE_CHECKING:
     from kvcatch.observe.prometheus import Slot
     from kvcatch.observe.sample import EngineSample
 
-__all__ = ["Recorder", "Recording", "bodies", "is_recording", "read_recording", "series_rows"]
+__all__ = [
+    "Recorder",
+    "Recording",
+    "bodies",
+    "is_recording",
+    "moments",
+    "read_recording",
+    "series_rows",
+]
 
-FORMAT = 1
 _FLUSH_ROWS = 30
-_MAX_LINE = 256 * 2**20
 _EXTRA = ("process_start_time_seconds",)
+_MOST_VALUE = 1e300
 
 
 @dataclass(slots=True)
@@ -71,12 +80,16 @@ class Recorder:
         endpoint: Whose metrics.
         start_unix_s: Time of the first row's zero.
         version: ``vllm@0.32.0`` and the like, where known.
+
+    Attributes:
+        rows: Written so far, those of scrapes that failed counted.
+        failed: Scrapes that failed.
     """
 
     def __init__(
         self, path: Path, endpoint: str, start_unix_s: float, version: str | None = None
     ) -> None:
-        self.rows = 0
+        self.rows = self.failed = 0
         self._reader = Reader(endpoint)
         self._series: dict[str, int] = {}
         self._values: dict[int, float] = {}
@@ -100,8 +113,13 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._file.close()
+        except OSError:
+            if kind is None:
+                raise
+            # What went wrong before says more: the disk is still full.
 
     def add(self, t_seconds: float, body: bytes | str) -> None:
         """Add one body.
@@ -120,7 +138,7 @@ class Recorder:
                 if len(parts) == 4 and parts[2] not in self._types and _is_kept(parts[2]):
                     kinds[parts[2]] = parts[3]
                 continue
-            if not line or line[0] == "#" or not _is_kept(line):
+            if not line or line[0] == "#" or not _is_kept(line.lstrip()):
                 continue
             parsed = parse_line(line)
             if parsed is None or parsed[0].partition("{")[0].endswith("_created"):
@@ -153,6 +171,7 @@ class Recorder:
 
     def fail(self, t_seconds: float, error: str) -> None:
         """Add a scrape that failed."""
+        self.failed += 1
         self._write({"t": round(t_seconds, 3), "error": error})
         self._row()
 
@@ -173,56 +192,12 @@ def _is_kept(name: str) -> bool:
     return family_of(name) is not None or name.startswith(_EXTRA)
 
 
-def is_recording(path: Path) -> bool:
-    """Whether a file's first line is that of a recording, compact or raw."""
-    for _, value in _lines(path, []):
-        return _is_head(value)
-    return False
-
-
-def _is_head(value: object) -> bool:
-    return isinstance(value, dict) and ("kvcatch_recording" in value or "t" in value)
-
-
-def _open(path: Path) -> Any:
-    with path.open("rb") as file:
-        is_gzip = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rb") if is_gzip else path.open("rb")
-
-
-def _lines(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
-    """Numbered JSON values; a file that breaks off is read up to there, and noted.
-
-    Raises:
-        RecordingError: A line before the last is not JSON.
-    """
-    number, broken = 0, ""
-    with _open(path) as file:
-        while True:
-            try:
-                line = file.readline(_MAX_LINE)
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                if not number:
-                    raise RecordingError(f"{path}: {error}") from None
-                notes.append(f"{path} breaks off after line {number}: {error}")
-                return
-            if not line:
-                break
-            if broken:
-                raise RecordingError(f"{path}, line {number}: {broken}")
-            number += 1
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                broken = f"not JSON: {error}"
-                continue
-            yield number, value
-    if broken:
-        if number == 1:
-            raise RecordingError(f"{path}, line 1: {broken}")
-        notes.append(f"{path} breaks off in line {number}")
+def _number(value: float | None) -> float:
+    """A value as it was recorded; NaN for what is no finite number."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
 
 
 def read_recording(path: Path, progress: Callable[[int], None] | None = None) -> Recording:
@@ -237,22 +212,34 @@ def read_recording(path: Path, progress: Callable[[int], None] | None = None) ->
         OSError: It cannot be opened.
     """
     recording = Recording()
-    lines = _lines(path, recording.notes)
-    head = next(lines, None)
-    if head is None:
-        raise RecordingError(f"{path}: empty")
-    if not _is_head(head[1]):
-        raise RecordingError(
-            f"{path}: not a recording: its first line has no kvcatch_recording and no t"
-        )
     reader = Reader(str(path))
-    if "kvcatch_recording" in head[1]:
-        _read_compact(path, head[1], lines, reader, recording, progress)
-    else:
-        for number, row in _again(head, lines):
-            _raw_row(path, number, row, reader, recording)
-            if progress is not None and number % 50 == 0:
-                progress(number)
+    slots: list[Slot | None] = []
+    is_empty = True
+    for number, row in rows(path, recording.notes):
+        is_empty = False
+        if isinstance(row, list):
+            _compact_row(row, slots)
+            recording.samples += reader.assemble(row[0], 0)
+        elif "kvcatch_recording" in row:
+            if isinstance(row.get("version"), str):
+                recording.version = _version(path, row["version"], recording.notes)
+        elif "series" in row:
+            for series in row["series"]:
+                name = series.partition("{")[0]
+                slots.append(reader.slot(series) if reader.wants(name) else None)
+        elif "inside" in row:
+            recording.inside = check_inside(row["inside"], f"{path}, line {number}")
+        elif isinstance(row.get("text"), str):
+            try:
+                recording.samples += reader.read(row["text"], row["t"])
+            except MetricsError as error:
+                recording.errors.append(f"line {number}: {error}")
+        elif "t" in row:
+            recording.errors.append(f"line {number}: {row.get('error', 'no text')!s:.200}")
+        if progress is not None and number % (500 if slots else 50) == 0:
+            progress(number)
+    if is_empty:
+        raise RecordingError(f"{path}: empty")
     recording.names = reader.names
     if not recording.samples:
         first = f": {recording.errors[0]}" if recording.errors else ""
@@ -260,69 +247,12 @@ def read_recording(path: Path, progress: Callable[[int], None] | None = None) ->
     return recording
 
 
-def _again(head: tuple[int, Any], lines: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    yield head
-    yield from lines
-
-
-def _time(path: Path, number: int, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RecordingError(f"{path}, line {number}: t = {value!r:.40} is not a time")
-    return float(value)
-
-
-def _raw_row(path: Path, number: int, row: Any, reader: Reader, recording: Recording) -> None:
-    if not isinstance(row, dict) or "t" not in row:
-        raise RecordingError(f"{path}, line {number}: no t")
-    t_seconds = _time(path, number, row["t"])
-    text = row.get("text")
-    if isinstance(text, str):
-        try:
-            recording.samples += reader.read(text, t_seconds)
-        except MetricsError as error:
-            recording.errors.append(f"line {number}: {error}")
-    else:
-        recording.errors.append(f"line {number}: {row.get('error', 'no text')!s:.200}")
-
-
-def _read_compact(
-    path: Path,
-    head: Any,
-    lines: Iterator[tuple[int, Any]],
-    reader: Reader,
-    recording: Recording,
-    progress: Callable[[int], None] | None,
-) -> None:
-    if head["kvcatch_recording"] != FORMAT:
-        raise RecordingError(
-            f"{path}: format {head['kvcatch_recording']!r:.20}; this kvcatch reads {FORMAT}"
-        )
-    if isinstance(head.get("version"), str):
-        recording.version = EngineVersion.parse(head["version"], "recording")
-    slots: list[Slot | None] = []
-    rows = 0
-    for number, row in lines:
-        if isinstance(row, list):
-            rows += 1
-            try:
-                _compact_row(row, slots)
-                recording.samples += reader.assemble(_time(path, number, row[0]), 0)
-            except (IndexError, TypeError, ValueError, AttributeError) as error:
-                if isinstance(error, RecordingError):
-                    raise
-                raise RecordingError(f"{path}, line {number}: malformed row ({error})") from None
-            if progress is not None and rows % 500 == 0:
-                progress(rows)
-        elif isinstance(row, dict) and isinstance(row.get("series"), list):
-            for series in row["series"]:
-                name = str(series).partition("{")[0]
-                slots.append(reader.slot(str(series)) if reader.wants(name) else None)
-        elif isinstance(row, dict) and "inside" in row:
-            recording.inside = check_inside(row["inside"], f"{path}, line {number}")
-        elif isinstance(row, dict) and "error" in row:
-            recording.errors.append(f"line {number}: {row['error']!s:.200}")
-        elif not (isinstance(row, dict) and "types" in row):
-            raise RecordingError(f"{path}, line {number}: unknown kind of line")
+def _version(path: Path, text: str, notes: list[str]) -> EngineVersion | None:
+    try:
+        return EngineVersion.parse(text, "recording")
+    except InvalidArgument as error:
+        notes.append(f"{path}: its version is not read: {error}")
+        return None
 
 
 def _compact_row(row: list[Any], slots: list[Slot | None]) -> None:
@@ -331,7 +261,8 @@ def _compact_row(row: list[Any], slots: list[Slot | None]) -> None:
         slot = slots[changed[at]]
         if slot is not None:
             value = changed[at + 1]
-            if value is None or value < 0:
+            # As in a body: what is no count is unknown.
+            if value is None or not 0 <= value < _MOST_VALUE:
                 slot.seen = -1
             else:
                 slot.value = float(value)
@@ -343,37 +274,45 @@ def _compact_row(row: list[Any], slots: list[Slot | None]) -> None:
                 slot.seen = -1
 
 
+def moments(path: Path) -> Iterator[tuple[float, Callable[[], str | None]]]:
+    """Time of each row, and what makes its metrics body; None for a scrape that failed.
+
+    The body is that of the row until the next one is taken.
+
+    Raises:
+        RecordingError: It is not a recording.
+    """
+    series: list[str] = []
+    values: dict[int, float | None] = {}
+    types: dict[str, str] = {}
+    for _, row in rows(path, []):
+        if isinstance(row, list):
+            pairs = row[1]
+            values.update(zip(pairs[::2], pairs[1::2], strict=True))
+            for gone in row[2] if len(row) > 2 else ():
+                values.pop(gone, None)
+            yield row[0], partial(_render, series, values, types)
+        elif "series" in row:
+            series += row["series"]
+        elif "types" in row:
+            types.update(row["types"])
+        elif "t" in row and "inside" not in row:
+            text = row.get("text")
+            yield row["t"], partial(_as_text, text)
+
+
+def _as_text(text: object) -> str | None:
+    return text if isinstance(text, str) else None
+
+
 def bodies(path: Path) -> Iterator[tuple[float, str | None]]:
     """Time and metrics body of each row, as an endpoint would serve it; None for a scrape that failed.
 
     Raises:
         RecordingError: It is not a recording.
     """
-    notes: list[str] = []
-    series: list[str] = []
-    values: dict[int, float | None] = {}
-    types: dict[str, str] = {}
-    is_first = True
-    for number, row in _lines(path, notes):
-        if is_first and not _is_head(row):
-            raise RecordingError(f"{path}: not a recording")
-        is_first = False
-        if isinstance(row, list):
-            try:
-                pairs = row[1]
-                values.update(zip(pairs[::2], pairs[1::2], strict=True))
-                for gone in row[2] if len(row) > 2 else ():
-                    values.pop(gone, None)
-                yield _time(path, number, row[0]), _render(series, values, types)
-            except (IndexError, TypeError) as error:
-                raise RecordingError(f"{path}, line {number}: malformed row ({error})") from None
-        elif isinstance(row, dict) and "series" in row:
-            series += row["series"]
-        elif isinstance(row, dict) and "types" in row:
-            types.update(row["types"])
-        elif isinstance(row, dict) and "t" in row and "inside" not in row:
-            text = row.get("text")
-            yield _time(path, number, row["t"]), text if isinstance(text, str) else None
+    for t_seconds, make in moments(path):
+        yield t_seconds, make()
 
 
 def series_rows(
@@ -390,30 +329,20 @@ def series_rows(
     """
     values: dict[str, float] = {}
     names: list[str | None] = []
-    is_first = True
-    for number, row in _lines(path, []):
-        if is_first and not _is_head(row):
-            raise RecordingError(f"{path}: not a recording")
-        is_first = False
+    for _, row in rows(path, []):
         if isinstance(row, list):
-            try:
-                for at in range(0, len(row[1]), 2):
-                    name = names[row[1][at]]
-                    if name is not None:
-                        values[name] = math.nan if row[1][at + 1] is None else float(row[1][at + 1])
-                for gone in row[2] if len(row) > 2 else ():
-                    values.pop(names[gone] or "", None)
-                yield _time(path, number, row[0]), values
-            except (IndexError, TypeError, ValueError) as error:
-                if isinstance(error, RecordingError):
-                    raise
-                raise RecordingError(f"{path}, line {number}: malformed row ({error})") from None
-        elif isinstance(row, dict) and isinstance(row.get("series"), list):
+            for at in range(0, len(row[1]), 2):
+                name = names[row[1][at]]
+                if name is not None:
+                    values[name] = _number(row[1][at + 1])
+            for gone in row[2] if len(row) > 2 else ():
+                values.pop(names[gone] or "", None)
+            yield row[0], values
+        elif "series" in row:
             names += [
-                series if wants(series.partition("{")[0]) else None
-                for series in map(str, row["series"])
+                series if wants(series.partition("{")[0]) else None for series in row["series"]
             ]
-        elif isinstance(row, dict) and isinstance(row.get("text"), str):
+        elif isinstance(row.get("text"), str):
             values.clear()
             for line in row["text"].split("\n"):
                 if not line or line[0] == "#" or not wants(line.split("{", 1)[0].split(" ", 1)[0]):
@@ -422,7 +351,7 @@ def series_rows(
                 if parsed is not None:
                     with suppress(ValueError):
                         values[parsed[0]] = float(parsed[1])
-            yield _time(path, number, row.get("t")), values
+            yield row["t"], values
 
 
 def _render(series: list[str], values: dict[int, float | None], types: dict[str, str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from bisect import bisect_right
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcatch.errors import InvalidArgument
 from kvcatch.observe.errors import RecordingError
-from kvcatch.observe.record import bodies
+from kvcatch.observe.record import moments
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,19 +32,22 @@ class Replay:
     """
 
     def __init__(self, path: Path, *, speed: float = 1.0, loop: bool = False) -> None:
-        rows = list(bodies(path))
-        if not rows:
+        times = [at for at, _ in moments(path)]
+        if not times:
             raise RecordingError(f"{path}: no row in it")
-        first = rows[0][0]
-        self._times = [at - first for at, _ in rows]
-        self._bodies = [body for _, body in rows]
-        self._speed, self._loop = speed, loop
+        self._times = [at - times[0] for at in times]
+        self._path, self._speed, self._loop = path, speed, loop
+        # Bodies are made when they are asked for: all of them would not fit into memory.
+        self._rows = moments(path)
+        self._row = -1
+        self._body: str | None = None
+        self._lock = threading.Lock()
         self._start = time.monotonic()
 
     @property
     def rows(self) -> int:
         """How many bodies, failed scrapes counted."""
-        return len(self._bodies)
+        return len(self._times)
 
     @property
     def seconds(self) -> float:
@@ -53,7 +58,16 @@ class Replay:
         """The body at a time of the recording; None where its scrape failed."""
         if self._loop and self.seconds > 0:
             seconds %= self.seconds
-        return self._bodies[max(0, bisect_right(self._times, seconds) - 1)]
+        wanted = max(0, bisect_right(self._times, seconds) - 1)
+        with self._lock:
+            if wanted < self._row:
+                self._rows, self._row = moments(self._path), -1
+            if wanted > self._row:
+                for _ in range(wanted - self._row - 1):
+                    next(self._rows)
+                _, make = next(self._rows)
+                self._row, self._body = wanted, make()
+            return self._body
 
     def now(self) -> str | None:
         """The body of this moment."""
@@ -68,6 +82,11 @@ def make_server(replay: Replay, host: str, port: int) -> ThreadingHTTPServer:
     """
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = 30
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
         def do_GET(self) -> None:
             if self.path.partition("?")[0] != "/metrics":
                 self.send_error(404)
@@ -81,12 +100,20 @@ def make_server(replay: Replay, host: str, port: int) -> ThreadingHTTPServer:
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
-            self.wfile.write(data)
+            if self.command != "HEAD":
+                self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             return None
 
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that went away is no fault."""
+
     try:
-        return ThreadingHTTPServer((host, port), Handler)
-    except OSError as error:
-        raise InvalidArgument(f"{host}:{port}: {error.strerror or error}") from None
+        return Server((host, port), Handler)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidArgument(f"{host}:{port}: {reason}") from None

@@ -50,6 +50,7 @@ class EngineSample:
         new_token_ratio: SGLang's expected share of outstanding output.
         largest_prompt_tokens: No finished prompt was longer (upper bound from a histogram).
         head_gate: Gate that keeps the queue's head out, where the engine says so (kvcatch).
+        head_required_blocks: What that gate asks of the head, promised output counted.
         preemptions_total: Requests that lost their blocks.
         prompt_tokens_total: Prompt tokens of requests whose prompt is done.
         generated_tokens_total: Tokens generated.
@@ -129,6 +130,7 @@ class EngineSample:
     new_token_ratio: float | None = None
     largest_prompt_tokens: float | None = None
     head_gate: str | None = None
+    head_required_blocks: float | None = None
     preemptions_total: float | None = None
     prompt_tokens_total: float | None = None
     generated_tokens_total: float | None = None

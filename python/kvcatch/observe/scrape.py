@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-__all__ = ["UNIX", "Page", "Scraper", "is_endpoint", "metrics_url", "page_url"]
+__all__ = ["UNIX", "Page", "Scraper", "is_endpoint", "metrics_url", "page_url", "shown_url"]
 
 UNIX = "unix:"
 """Begins the address of a Unix socket."""
@@ -68,6 +68,14 @@ def page_url(endpoint: str, page: str) -> str:
     parts = urlsplit(endpoint)
     root = parts.path.rsplit("/", 1)[0]
     return urlunsplit((parts.scheme, parts.netloc, root + page, "", ""))
+
+
+def shown_url(endpoint: str) -> str:
+    """An address as it may be shown and kept: without a user's name and password."""
+    if endpoint.startswith(UNIX) or "@" not in endpoint:
+        return endpoint
+    parts = urlsplit(endpoint)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def is_endpoint(text: str) -> bool:
@@ -153,9 +161,10 @@ class Scraper:
             async with asyncio.timeout(2 * self._timeout_s):
                 return Page(endpoint, await self._body(endpoint))
         except ScrapeError as error:
-            return Page(endpoint, error=str(error))
+            return Page(endpoint, error=f"{shown_url(endpoint)}: {error}")
         except TimeoutError:
-            return Page(endpoint, error=f"{endpoint}: no answer in {2 * self._timeout_s:g} s")
+            limit = 2 * self._timeout_s
+            return Page(endpoint, error=f"{shown_url(endpoint)}: no whole answer in {limit:g} s")
 
     async def fetch_all(self, endpoints: Sequence[str]) -> list[Page]:
         """The pages of all endpoints, in order."""
@@ -169,32 +178,28 @@ class Scraper:
                 url = "http://localhost" + (endpoint.partition(_PAGE)[2] or "/metrics")
             async with client.stream("GET", url) as answer:
                 if answer.status_code == 401:
-                    raise ScrapeError(f"{endpoint}: HTTP 401: it wants a token (--token)")
+                    raise ScrapeError("HTTP 401: it wants a token (--token)")
                 if answer.status_code != 200:
-                    raise ScrapeError(f"{endpoint}: HTTP {answer.status_code}")
+                    raise ScrapeError(f"HTTP {answer.status_code}")
                 parts: list[bytes] = []
                 # What is said to be too long is not read at all.
                 size = self._announced(answer.headers.get("content-length"))
                 if size > self._max_bytes:
-                    raise ScrapeError(f"{endpoint}: a body of more than {self._max_bytes:,} bytes")
+                    raise ScrapeError(f"a body of more than {self._max_bytes:,} bytes")
                 size = 0
                 async for part in answer.aiter_bytes():
                     size += len(part)
                     if size > self._max_bytes:
-                        raise ScrapeError(
-                            f"{endpoint}: a body of more than {self._max_bytes:,} bytes"
-                        )
+                        raise ScrapeError(f"a body of more than {self._max_bytes:,} bytes")
                     parts.append(part)
                 return b"".join(parts)
         except httpx.TooManyRedirects:
-            raise ScrapeError(
-                f"{endpoint}: more than {_MAX_REDIRECTS} redirects: a loop?"
-            ) from None
+            raise ScrapeError(f"more than {_MAX_REDIRECTS} redirects: a loop?") from None
         except httpx.TimeoutException:
-            raise ScrapeError(f"{endpoint}: no answer in {self._timeout_s:g} s") from None
+            raise ScrapeError(f"no answer in {self._timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, OSError) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise ScrapeError(f"{endpoint}: {reason}") from None
+            raise ScrapeError(reason) from None
 
     @staticmethod
     def _announced(length: str | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from kvcatch.observe.limits import EngineVersion, Limits
 from kvcatch.observe.log import read_vllm_log
 from kvcatch.observe.prometheus import MAX_BODY_BYTES, Reader
 from kvcatch.observe.record import read_recording
-from kvcatch.observe.scrape import Scraper, metrics_url, page_url
+from kvcatch.observe.scrape import Scraper, metrics_url, page_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from kvcatch.observe.sample import EngineSample
 
 __all__ = ["Source", "read_endpoints", "read_file"]
+
+_TRIES = 3
+"""So many looks that bring nothing end it, when no endpoint ever answered."""
+
+_HOST = re.compile(r"[\w.-]+:\d{1,5}(/.*)?|localhost")
 
 
 @dataclass(slots=True)
@@ -65,8 +71,15 @@ def read_file(path: Path, progress: Callable[[int], None] | None = None) -> Sour
         OSError: It cannot be opened.
     """
     name = str(path)
-    with path.open("rb") as file:
-        start = file.read(4096)
+    try:
+        with path.open("rb") as file:
+            start = file.read(4096)
+    except FileNotFoundError:
+        if _HOST.fullmatch(name) is None:
+            raise
+        raise RecordingError(f"{name}: no such file; an address begins with http://") from None
+    if not start.strip():
+        raise RecordingError(f"{name}: empty")
     if is_inside(start):
         raise RecordingError(f"{name}: a page of the plugin: kvcatch inspect prints it")
     if start.startswith(b"\x1f\x8b") or start.lstrip()[:1] == b"{":
@@ -136,38 +149,40 @@ async def read_endpoints(
         MissingExtra: httpx is not installed.
     """
     endpoints = [metrics_url(url) for url in urls]
-    sources = [Source(endpoint) for endpoint in endpoints]
-    readers = [Reader(endpoint) for endpoint in endpoints]
-    errors: list[list[str]] = [[] for _ in endpoints]
-    async with Scraper(timeout_s=timeout_s, token=token) as scraper:
-        start = time.monotonic()
-        zero = time.time()
+    sources = [Source(shown_url(endpoint)) for endpoint in endpoints]
+    start, zero = time.monotonic(), time.time()
+
+    async def follow(scraper: Scraper, endpoint: str, source: Source) -> None:
+        reader, failed = Reader(source.name), []
         while True:
             at = time.monotonic()
-            pages = await scraper.fetch_all(endpoints)
-            for page, source, reader, failed in zip(pages, sources, readers, errors, strict=True):
+            page = await scraper.fetch(endpoint)
+            try:
                 if page.body is None:
-                    failed.append(page.error or f"{page.endpoint}: no answer")
-                    continue
-                try:
-                    source.samples += reader.read(page.body, round(zero + at - start, 3))
-                except MetricsError as error:
-                    failed.append(str(error))
+                    raise MetricsError(page.error or f"{source.name}: no answer")
+                source.samples += reader.read(page.body, round(zero + at - start, 3))
+            except MetricsError as error:
+                failed.append(str(error))
             if progress is not None:
                 progress(time.monotonic() - start)
-            if not any(source.samples for source in sources) and len(errors[0]) >= 3:
+            if len(failed) >= _TRIES and not any(other.samples for other in sources):
                 break
             pause = at + interval_s - time.monotonic()
             if time.monotonic() - start + max(pause, 0) > window_s:
                 break
             await asyncio.sleep(max(pause, 0))
-        for source, reader, failed in zip(sources, readers, errors, strict=True):
-            source.names = reader.names
-            source.notes += _counted(failed)
-            if has_plugin(reader.names):
-                await look_inside(scraper, source)
-            elif "vllm" in reader.names:
-                source.version = await scraper.version(source.name, "vllm")
+        source.names = reader.names
+        source.notes += _counted(failed)
+        if has_plugin(reader.names):
+            await look_inside(scraper, source, endpoint)
+        elif "vllm" in reader.names:
+            source.version = await scraper.version(endpoint, "vllm")
+
+    async with Scraper(timeout_s=timeout_s, token=token) as scraper:
+        # Each at its own pace: one that is slow to answer leaves the others their interval.
+        await asyncio.gather(
+            *(follow(scraper, *pair) for pair in zip(endpoints, sources, strict=True))
+        )
     return sources
 
 
@@ -176,9 +191,9 @@ def has_plugin(names: Mapping[str, set[str]]) -> bool:
     return PREFIX + "max_num_seqs" in names.get("vllm", ())
 
 
-async def look_inside(scraper: Scraper, source: Source) -> None:
+async def look_inside(scraper: Scraper, source: Source, endpoint: str) -> None:
     """Fill in what the plugin says; that it could not be read is a note."""
-    page = await scraper.fetch(page_url(source.name, "/snapshot"))
+    page = await scraper.fetch(page_url(endpoint, "/snapshot"))
     try:
         if page.body is None:
             raise MetricsError(page.error or f"{source.name}: no answer")

@@ -65,7 +65,7 @@ class Shape:
         scheduler: Class ``Scheduler``.
         fcfs: Class ``FCFSRequestQueue``, a deque.
         prepends: The pool gives blocks without a hash back by ``prepend_n`` (since 0.24).
-        iterates: Walkers use ``iter_blocks_after`` (since 0.28), not the list's links.
+        iterates: Walkers use ``iter_blocks_after`` (since 0.27), not the list's links.
     """
 
     version: str

@@ -152,8 +152,12 @@ def _plots(
     kv = [("KV ", ""), (percent(values.get("kv_usage_share")), _COLOURS[0])]
     kv.append((f" = {usage_of}" if usage_of else "", _DIM))
     blocks = [(f"{unit}: ", ""), (f"available {number(values.get('available'))}", _COLOURS[0])]
-    longest = values.get("longest")
-    if longest is None:
+    longest, head, bound = values.get("longest"), values.get("head"), "longest"
+    if head is not None:
+        blocks += [(", ", ""), (f"head needs {number(head)}", _COLOURS[1])]
+        blocks.append((" (the request that is refused)", _DIM))
+        bound = "head"
+    elif longest is None:
         blocks.append((", worst case of the head unknown", _DIM))
     else:
         blocks += [
@@ -168,7 +172,7 @@ def _plots(
             ("waiting_requests", "waiting_capacity_requests", "waiting_deferred_requests"),
             None,
         ),
-        (blocks, ("available", "longest"), None),
+        (blocks, ("available", bound), None),
     ]
 
 

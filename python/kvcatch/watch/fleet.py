@@ -14,7 +14,7 @@ from kvcatch.errors import InvalidArgument
 from kvcatch.observe.errors import MetricsError
 from kvcatch.observe.limits import Limits
 from kvcatch.observe.prometheus import Reader
-from kvcatch.observe.scrape import Scraper, metrics_url
+from kvcatch.observe.scrape import Scraper, metrics_url, shown_url
 from kvcatch.observe.source import read_file
 from kvcatch.watch.history import Budget
 from kvcatch.watch.replica import Replica, Rules
@@ -48,10 +48,11 @@ endpoint at a time would cost half as much again: the processor sleeps and wakes
 
 def public_name(url: str) -> str:
     """An address as it may be shown: without a user's name and password, ``/metrics`` left out."""
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
+    if not url.startswith(("http://", "https://")):
+        return url
+    parts = urlsplit(shown_url(url))
     path = "" if parts.path == "/metrics" else parts.path
-    return urlunsplit((parts.scheme, host, path, parts.query, ""))
+    return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
 
 class Endpoint:
@@ -151,9 +152,9 @@ class Endpoint:
         """A look brought nothing, for this reason."""
         self.looks += 1
         self.failures += 1
-        if self.url is not None:
-            error = error.replace(self.url, self.name)
-        self.error = error.removeprefix(f"{self.name}: ")
+        for name in (self.name, "" if self.url is None else shown_url(self.url)):
+            error = error.removeprefix(f"{name}: ")
+        self.error = error
         if self.error_since_s is None:
             self.error_since_s = at_s
 
@@ -193,18 +194,24 @@ class Fleet:
         rules: What holds for every replica.
         timeout_s: For an endpoint to answer.
         max_bytes: A larger body is refused.
+        token: Shown to every address that is no socket.
 
     Attributes:
         endpoints: In the order given; recordings too.
     """
 
     def __init__(
-        self, rules: Rules | None = None, *, timeout_s: float = 5.0, max_bytes: int = MAX_BYTES
+        self,
+        rules: Rules | None = None,
+        *,
+        timeout_s: float = 5.0,
+        max_bytes: int = MAX_BYTES,
+        token: str | None = None,
     ) -> None:
         self.rules = rules or Rules()
         self.endpoints: list[Endpoint] = []
         self.budget = Budget(MAX_ROWS)
-        self._timeout_s, self._max_bytes = timeout_s, max_bytes
+        self._timeout_s, self._max_bytes, self._token = timeout_s, max_bytes, token
         # Unix time that never steps back.
         self._zero_s = time.time() - time.monotonic()
 
@@ -216,13 +223,14 @@ class Fleet:
         *,
         timeout_s: float = 5.0,
         max_bytes: int = MAX_BYTES,
+        token: str | None = None,
     ) -> Fleet:
         """A fleet of running engines; nothing is looked at yet.
 
         Raises:
             InvalidArgument: A URL is none or is given twice, or there are too many.
         """
-        fleet = cls(rules, timeout_s=timeout_s, max_bytes=max_bytes)
+        fleet = cls(rules, timeout_s=timeout_s, max_bytes=max_bytes, token=token)
         if len(urls) > MAX_ENDPOINTS:
             raise InvalidArgument(f"{len(urls)} endpoints: at most {MAX_ENDPOINTS:,} are watched")
         seen: set[str] = set()
@@ -250,8 +258,7 @@ class Fleet:
             MissingExtra: httpx is not installed.
         """
         live = [endpoint for endpoint in self.endpoints if endpoint.url is not None]
-        scraper = Scraper(timeout_s=self._timeout_s, max_bytes=self._max_bytes)
-        async with scraper, asyncio.TaskGroup() as group:
+        async with self._scraper() as scraper, asyncio.TaskGroup() as group:
             bursts = -(-len(live) // _BURST)
             for number, endpoint in enumerate(live):
                 offset = self.rules.interval_s * (number // _BURST) / bursts
@@ -264,12 +271,15 @@ class Fleet:
             MissingExtra: httpx is not installed.
         """
         live = [endpoint for endpoint in self.endpoints if endpoint.url is not None]
-        async with Scraper(timeout_s=self._timeout_s, max_bytes=self._max_bytes) as scraper:
+        async with self._scraper() as scraper:
             start = time.monotonic()
             for number in range(looks):
                 due = start + number * self.rules.interval_s
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
                 await asyncio.gather(*(self._look(scraper, endpoint) for endpoint in live))
+
+    def _scraper(self) -> Scraper:
+        return Scraper(timeout_s=self._timeout_s, max_bytes=self._max_bytes, token=self._token)
 
     async def _follow(self, scraper: Scraper, endpoint: Endpoint, offset_s: float) -> None:
         interval = self.rules.interval_s

@@ -23,6 +23,7 @@ COLUMNS = (
     "waiting_deferred_requests",
     "available",
     "longest",
+    "head",
     "hit_share",
     "preemptions_total",
     "ttft_seconds_sum",
@@ -33,7 +34,8 @@ COLUMNS = (
     "generated_tokens_total",
     "restarts",
 )
-"""Columns of the table. ``available`` and ``longest`` are blocks, or tokens where no blocks are known;
+"""Columns of the table. ``available``, ``longest`` and ``head`` (what the queue's head needs, where
+the engine says so) are blocks, or tokens where no blocks are known;
 ``restarts`` counts the restarts seen so far. What is unknown is NaN, in the table alone."""
 
 AT = {name: index for index, name in enumerate(COLUMNS)}

@@ -126,7 +126,9 @@ class Replica:
         room = Context(self.version, self.limits).room(sample)
         self.unit = room.unit
         row = {name: getattr(sample, name, None) for name in AT}
-        row |= {"available": room.free, "longest": room.longest, "restarts": self.restarts}
+        head = sample.head_required_blocks if room.unit == "blocks" else None
+        row |= {"available": room.free, "longest": room.longest, "head": head}
+        row["restarts"] = self.restarts
         self.history.append(row)
 
     def diagnose_if_due(self) -> None:

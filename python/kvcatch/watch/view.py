@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Row", "clock", "curves", "head_note", "printable", "rows", "span", "state"]
 
 HEAD_UNKNOWN = "size of the queue's head unknown: the engine does not export it"
-"""No engine exports what its first waiting request needs."""
+"""Only kvcatch and its plugin in vLLM export what the first waiting request needs."""
 
 _MOST_TEXT = 300
 
@@ -114,7 +114,7 @@ class Row:
             },
             "unit": unit,
             f"available_{unit}": values.get("available"),
-            f"head_needs_{unit}": None,
+            f"head_needs_{unit}": values.get("head"),
             f"longest_request_{unit}": values.get("longest"),
             "head_gate": replica.last.head_gate if replica else None,
             "restarts": replica.restarts if replica else 0,
@@ -127,8 +127,10 @@ def head_note(row: Row) -> str:
     if row.replica is None or not row.values:
         return HEAD_UNKNOWN
     unit, longest, free = row.replica.unit, row.values.get("longest"), row.values.get("available")
-    text = HEAD_UNKNOWN
-    if longest is not None:
+    text, head = HEAD_UNKNOWN, row.values.get("head")
+    if head is not None:
+        text = f"head needs {head:,.0f} {unit}"
+    elif longest is not None:
         text = f"head at most {longest:,.0f} {unit} (the longest request the engine takes)"
     there = "unknown" if free is None else f"{free:,.0f}"
     return f"{text}; available {there}"

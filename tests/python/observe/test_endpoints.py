@@ -166,7 +166,7 @@ class TestCommands:
             (lambda path: path.write_text("{}\n"), "not a recording"),
             (lambda path: path.write_text('{"t": 0, "text": "x\\n"}\n'), "no sample in it"),
             (lambda path: path.write_bytes(b"\x1f\x8bnonsense"), "Unknown compression method"),
-            (lambda path: path.write_bytes(b""), "no line of a vLLM log"),
+            (lambda path: path.write_bytes(b""), ": empty"),
             (lambda path: None, "No such file"),
         ],
     )

@@ -19,6 +19,7 @@ from kvcatch.watch.history import Budget
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from watch_make import FakeEngine
 
@@ -221,3 +222,37 @@ class TestAddresses:
     def test_a_bad_one_is_refused(self) -> None:
         with pytest.raises(InvalidArgument, match="must be an address"):
             Fleet.of_urls(["http://a:1", "ftp://b"])
+
+
+def test_a_socket_is_watched_as_an_address(tmp_path: Path) -> None:
+    import socketserver
+    import threading
+
+    path = tmp_path / "engine.sock"
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            page = body(5.0).encode()
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n\r\n" + page)
+
+    with socketserver.ThreadingUnixStreamServer(str(path), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        fleet = Fleet.of_urls([f"unix:{path}"], FAST)
+        asyncio.run(fleet.look(1))
+        server.shutdown()
+    (row,) = rows(fleet)
+    assert (row.endpoint, row.status) == (f"unix:{path}", "ok")
+    assert row.values["running_requests"] == 4
+    assert fleet.is_live
+
+
+def test_a_token_is_shown_to_the_endpoints() -> None:
+    from kvcatch.observe.scrape import Scraper
+
+    fleet = Fleet.of_urls(["http://a:1"], FAST, token="word")
+    scraper = fleet._scraper()
+    assert isinstance(scraper, Scraper)
+    client = scraper._client("http://a:1/metrics")
+    assert client.headers["authorization"] == "Bearer word"

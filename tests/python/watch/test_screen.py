@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from watch_make import body
 
-from kvcatch.watch import Fleet, Rules, read_recordings
-from kvcatch.watch.draw import number, seconds
+from kvcatch.watch import Fleet, Rules, read_recordings, rows, state
+from kvcatch.watch.draw import curve_lines, number, seconds
 from kvcatch.watch.fleet import Endpoint
 from kvcatch.watch.plot import braille
 from kvcatch.watch.screen import WatchApp, picture, svg
@@ -263,3 +263,46 @@ def test_counts_fit(value: float | None, text: str) -> None:
 
 def test_lengths_of_time() -> None:
     assert [seconds(value) for value in (None, 0.0125, 2.0)] == ["?", "12 ms", "2.0 s"]
+
+
+HEAD = (
+    'kvcatch_num_blocks{{model_name="m"}} 200\nkvcatch_available_blocks{{model_name="m"}} 12\n'
+    'kvcatch_blocks{{model_name="m",state="active"}} 68\n'
+    'kvcatch_block_size_tokens{{model_name="m"}} 16\nkvcatch_max_model_len_tokens{{model_name="m"}} 3200\n'
+    'kvcatch_requests_running{{model_name="m"}} 3\nkvcatch_requests_waiting{{model_name="m"}} 4\n'
+    'kvcatch_head_refused{{gate="worst_case",model_name="m"}} 1\n{head}'
+)
+
+
+@pytest.mark.parametrize(
+    ("head", "needs", "says"),
+    [
+        (
+            'kvcatch_head_required{model_name="m",unit="blocks"} 62\n',
+            62,
+            "blocks: available 12, head needs 62",
+        ),
+        (
+            'kvcatch_head_required{model_name="m",unit="sequences"} 1\n',
+            None,
+            "blocks: available 12, head at most 200",
+        ),
+        ("", None, "blocks: available 12, head at most 200"),
+    ],
+)
+def test_what_the_head_needs_where_the_engine_says_so(
+    head: str, needs: int | None, says: str
+) -> None:
+    fleet = Fleet(Rules(window_s=20, history_s=100))
+    endpoint = Endpoint("http://host:8000", fleet.rules, fleet.budget)
+    for at in range(10):
+        endpoint.read(HEAD.format(head=head).encode(), float(at))
+    fleet.endpoints.append(endpoint)
+    (row,) = rows(fleet, 9.0)
+    data = row.to_dict()
+    assert (data["head_needs_blocks"], data["longest_request_blocks"]) == (needs, 200)
+    assert data["gate"] == "worst_case"
+    found = state(fleet, 9.0, row.key, 10.0)
+    assert set(found["curves"]["head"]) == {needs}
+    drawn = [line.plain for line in curve_lines(row, 9.0, 10.0, 100, 25)]
+    assert any(line.startswith(says) for line in drawn)

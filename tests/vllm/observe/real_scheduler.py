@@ -8,8 +8,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -41,10 +42,18 @@ _MODEL = {
     "eos_token_id": 2,
 }
 
+# Once: before 0.30 each call draws another one, and no prefix would ever be hit.
+init_none_hash(sha256)
+
 HAS_WATERMARK = any(field.name == "watermark" for field in dataclasses.fields(SchedulerConfig))
 """Since 0.24."""
-HAS_SESSIONS = "resumable" in inspect.signature(Request).parameters
-"""Streaming sessions: since 0.15."""
+_ALLOCATE = inspect.signature(KVCacheManager.allocate_slots).parameters
+RESERVES_BLOCKS = "reserved_blocks" in _ALLOCATE
+"""Loads in flight have blocks promised: since 0.24."""
+WHOLE_MUST_FIT = "full_sequence_must_fit" in _ALLOCATE or hasattr(
+    KVCacheManager, "can_fit_full_sequence"
+)
+"""A prompt enters when the whole of it fits: since 0.19; before, when its first chunk does."""
 
 
 def accepted(function: Any, **arguments: Any) -> dict[str, Any]:
@@ -93,7 +102,10 @@ def make_scheduler(
     )
     cache_config.num_gpu_blocks = num_blocks
     config = VllmConfig(
-        scheduler_config=scheduler_config, model_config=model_config, cache_config=cache_config
+        scheduler_config=scheduler_config,
+        model_config=model_config,
+        cache_config=cache_config,
+        device_config=DeviceConfig(device="cpu"),
     )
     spec = attention_spec(block_size)
     kv_cache_config = KVCacheConfig(
@@ -131,7 +143,6 @@ def make_request(
     **options: Any,
 ) -> Request:
     """A request whose prompt is like no other's, unless ``seed`` is the same."""
-    init_none_hash(sha256)
     return Request(
         request_id=name,
         prompt_token_ids=[(seed * 7919 + at * 31) % 500 + 3 for at in range(num_tokens)],

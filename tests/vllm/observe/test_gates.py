@@ -6,13 +6,15 @@ import random
 from typing import Any
 
 import pytest
-from real_scheduler import make_request, make_scheduler, step
+from real_scheduler import HAS_WATERMARK, RESERVES_BLOCKS, make_request, make_scheduler, step
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
 from kvcatch.laws import GATES
+from kvcatch.vllm.observe.reasons import capacity
 
 
+@pytest.mark.skipif(not HAS_WATERMARK, reason="no watermark before vLLM 0.24")
 def test_watermark(observed: Any) -> None:
     made = observed(num_blocks=101, watermark=0.05)
     made.scheduler.add_request(make_request("first", 800))
@@ -45,6 +47,83 @@ def test_hits_that_others_hold_cost_nothing(observed: Any) -> None:
     assert (head["gate"], head["required_blocks"], head["available_blocks"]) == ("capacity", 10, 9)
     assert head["detail"] == (
         "ceil(800 / 16) = 50 blocks - 40 of its prefix that others hold = 10 > 9 free"
+    )
+
+
+def test_capacity_and_head_of_line(observed: Any) -> None:
+    made = observed(num_blocks=101)
+    scheduler = made.scheduler
+    for at, tokens in enumerate((700, 700, 900, 32, 48)):
+        scheduler.add_request(make_request(f"r-{at}", tokens, seed=at, max_tokens=64))
+    for steps in range(1, 4):
+        step(scheduler)
+        head, queue = made.head, made.pages.refusals()["queue"]
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        assert (head["request"], head["gate"], head["steps"]) == ("r-2", "capacity", steps)
+        assert (head["required_blocks"], head["available_blocks"]) == (-(-900 // 16), free)
+        assert head["detail"] == f"ceil(900 / 16) = 57 blocks > {free} free"
+        assert (head["free_blocks"], head["running_requests"]) == (free, len(scheduler.running))
+        assert head["behind_requests"] == 2
+        assert queue["waiting_by_gate"] == {"capacity": 1, "head_of_line": 2}
+        assert queue["waiting"] == len(scheduler.waiting)
+    assert {made.waiting[name]["gate"] for name in ("r-3", "r-4")} == {"head_of_line"}
+    assert "it needs at most 2 blocks" in made.waiting["r-3"]["detail"]
+    assert made.waiting["r-3"]["detail"].endswith("it would fit")
+
+
+def test_preempted(observed: Any) -> None:
+    made = observed(num_blocks=11)
+    scheduler = made.scheduler
+    for at in range(2):
+        scheduler.add_request(make_request(f"r-{at}", 76, seed=at, max_tokens=64))
+    lost = 0
+    for _ in range(30):
+        before = len(scheduler.running)
+        step(scheduler)
+        if len(scheduler.running) < before:
+            lost += before - len(scheduler.running)
+            head = made.head
+            free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+            assert (head["gate"], head["required_requests"]) == ("capacity", 1)
+            assert head["detail"] == (
+                "1 running requests lost their blocks in this step, so nobody is let in; "
+                f"{free} free"
+            )
+            assert head["request"] not in made.observer.admitted_s
+    assert lost
+    assert made.observer.preemptions == lost
+
+
+@pytest.mark.skipif(not RESERVES_BLOCKS, reason="vLLM reserves no blocks before 0.24")
+def test_reserved(observed: Any) -> None:
+    made = observed(num_blocks=101)
+    scheduler = made.scheduler
+    allocate = scheduler.kv_cache_manager.allocate_slots
+
+    def reserving(*args: Any, **kwargs: Any) -> Any:
+        return allocate(*args, **{**kwargs, "reserved_blocks": 60})
+
+    scheduler.kv_cache_manager.allocate_slots = reserving
+    scheduler.add_request(make_request("first", 640))
+    step(scheduler)
+    assert not scheduler.waiting
+    made.observer.scheduler.kv_cache_manager.allocate_slots = allocate
+    request = make_request("second", 480, seed=1)
+    request.num_computed_tokens = 0
+    scheduler.add_request(request)
+    made.observer.begin()
+    scheduler.waiting.peek_request()
+    refused = scheduler.kv_cache_manager.allocate_slots(
+        request, 480, full_sequence_must_fit=True, reserved_blocks=31
+    )
+    assert refused is None
+    compared = made.observer._refused
+    assert compared is not None
+    assert (compared.free, compared.reserved, compared.needs) == (60, 31, [30, 30])
+    head = capacity(scheduler, compared, made.observer.block_sizes)
+    assert (head.gate, head.required, head.available) == ("capacity", 30, 29)
+    assert (
+        head.detail == "ceil(480 / 16) = 30 blocks > 60 free - 31 reserved for loads in flight = 29"
     )
 
 
@@ -95,7 +174,9 @@ def drive(scheduler: Any, seed: int, look: Any) -> list[Any]:
             name = chance.choice(sorted(scheduler.requests))
             scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         output = step(scheduler)
-        decisions.append((output.num_scheduled_tokens, sorted(getattr(output, "preempted_req_ids", None) or ())))
+        decisions.append(
+            (output.num_scheduled_tokens, sorted(getattr(output, "preempted_req_ids", None) or ()))
+        )
         look()
     return decisions
 

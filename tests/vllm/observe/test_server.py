@@ -46,7 +46,9 @@ WORDS = [
 
 REPORTED = "as_vllm_reports_by_gate"
 
-pytestmark = pytest.mark.skipif(not Path(MODEL, "config.json").is_file(), reason="no KVCATCH_TEST_MODEL")
+pytestmark = pytest.mark.skipif(
+    not Path(MODEL, "config.json").is_file(), reason="no KVCATCH_TEST_MODEL"
+)
 
 
 def say(text: str) -> None:

@@ -48,7 +48,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "max_num_seqs",
         "vllm",
-        "deferred requests count against it as well: see why they are deferred",
+        "deferred requests, where there are any, count against it as well: see why they are deferred",
         first=(0, 22, 1),
     ),
     Row(
@@ -118,7 +118,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "preemption_storm",
         "vllm",
-        "set --watermark 0.02 to 0.05: admission then leaves room to grow",
+        "set --watermark 0.02 to 0.05{watermark}: admission then leaves room to grow",
         first=(0, 24),
     ),
     Row(
@@ -129,8 +129,16 @@ ROWS: tuple[Row, ...] = (
     Row(
         "preemption_storm",
         "vllm",
-        "0.19.1 and later look at the whole prompt before admitting it; this version does not",
+        "0.19.1 and later look at the whole prompt before admitting it; this version looks at its first "
+        "chunk alone",
+        first=(0, 8),
         before=(0, 19, 1),
+    ),
+    Row(
+        "stall",
+        "vllm",
+        "where the pool is empty, look at the head of the queue: up to 0.33.0 a request that needs more than "
+        "the pool is accepted and waits like this (kvcatch plan computes the longest that is served)",
     ),
     Row(
         "leak",
@@ -156,6 +164,12 @@ ROWS: tuple[Row, ...] = (
         "prompt computation is the limit: add replicas, or raise --chunked-prefill-size{token_budget}",
     ),
     Row("capacity", "sglang", "raise --mem-fraction-static, or add replicas"),
+    Row(
+        "capacity",
+        "sglang",
+        "where tokens are free: admission keeps back new_token_ratio of the outstanding output; lower "
+        "--schedule-conservativeness, and watch retractions",
+    ),
     Row("head_of_line", "sglang", "send long prompts to a replica of their own"),
     Row("deferred", "sglang", "requests wait for their grammar to be compiled: reuse grammars"),
     Row("never_fits", "sglang", "lower --context-length{max_model_len} to what the pool holds"),
@@ -186,6 +200,12 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("max_num_seqs", "trtllm", "raise max_batch_size{max_num_seqs}"),
     Row("token_budget", "trtllm", "raise max_num_tokens{token_budget}, or add replicas"),
+    Row(
+        "preemption_storm",
+        "trtllm",
+        "capacity_scheduler_policy GUARANTEED_NO_EVICT never pauses a request; where the working set exceeds "
+        "the pool it also generates more",
+    ),
     Row("capacity", "trtllm", "raise kv_cache_config.free_gpu_memory_fraction, or add replicas"),
     Row("never_fits", "trtllm", "lower max_seq_len{max_model_len} to what the pool holds"),
     # TGI
@@ -195,7 +215,12 @@ ROWS: tuple[Row, ...] = (
         "lower max_new_tokens in requests: input + max_new_tokens is reserved until a request ends",
     ),
     Row("worst_case", "tgi", "raise --cuda-memory-fraction, or add replicas"),
-    Row("token_budget", "tgi", "prompt computation is the limit: add replicas"),
+    Row(
+        "token_budget",
+        "tgi",
+        "prompt computation is the limit: add replicas; a larger --max-batch-prefill-tokens helps only while "
+        "steps do not fill the GPU",
+    ),
     Row("capacity", "tgi", "raise --cuda-memory-fraction, or add replicas"),
     # llama.cpp
     Row(
@@ -207,6 +232,13 @@ ROWS: tuple[Row, ...] = (
     Row("max_num_seqs", "llamacpp", "raise --parallel{max_num_seqs}"),
     # kvcatch
     Row("max_num_seqs", "kvcatch", "raise --max-num-seqs{max_num_seqs}"),
+    Row(
+        "token_budget",
+        "kvcatch",
+        "prompt computation is the limit: add replicas, or raise --max-num-batched-tokens{token_budget}",
+    ),
+    Row("never_fits", "kvcatch", "lower --max-model-len{max_model_len}, or raise --num-blocks"),
+    Row("preemption_storm", "kvcatch", "set --watermark 0.02 to 0.05{watermark}"),
     Row("capacity", "kvcatch", "raise --num-blocks, or send fewer at once"),
     Row("watermark", "kvcatch", "lower --watermark{watermark}"),
     Row("worst_case", "kvcatch", "use the law full_prompt, or lower max_tokens in requests"),
@@ -219,6 +251,20 @@ ROWS: tuple[Row, ...] = (
     # LMCache
     Row("leak", "lmcache", "restart the cache; pins of aborted look-ups are not given back"),
     # All
+    Row(
+        "head_of_line",
+        "",
+        "bound prompt length at the gateway, so that no head needs more than a few others together",
+    ),
+    Row("deferred", "", "see what they wait for: a KV transfer, a grammar, an adapter"),
+    Row("never_fits", "", "refuse at the gateway what is longer than the pool holds"),
+    Row("preemption_storm", "", "send fewer at once, to what the pool holds at full length"),
+    Row("leak", "", "kvcatch leaks URL watches the conservation law while the engine is idle"),
+    Row(
+        "prefix_cache_broken",
+        "",
+        "compare prompts of before and after: a changed system prompt looks the same from outside",
+    ),
     Row(
         "max_num_seqs",
         "",

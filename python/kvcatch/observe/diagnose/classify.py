@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvcatch.laws import GATES
 from kvcatch.observe.diagnose.context import PROMPT_HEAVY
+from kvcatch.observe.window import queue
 
 if TYPE_CHECKING:
     from kvcatch.observe.diagnose.context import Context, Room
@@ -53,10 +54,7 @@ def classify(interval: Interval, context: Context, stalled_s: float) -> list[Fin
         stalled_s: How long the standstill is that this interval is part of; 0 when it is in none.
     """
     state = interval.state
-    waiting = state.waiting_requests
-    if waiting is None:
-        parts = (state.waiting_capacity_requests, state.waiting_deferred_requests)
-        waiting = sum(part or 0.0 for part in parts)
+    waiting = queue(state) or 0.0
     if waiting <= 0 or interval.is_restart:
         return []
     if state.head_gate in GATES:
@@ -68,7 +66,14 @@ def classify(interval: Interval, context: Context, stalled_s: float) -> list[Fin
     rest = waiting - deferred
     if deferred:
         text = f"{deferred:,.0f} of {waiting:,.0f} waiting are deferred by the engine's own count"
-        found.append(Finding("deferred", deferred, text, 0.95))
+        also: tuple[GateName, ...] = ()
+        if stalled_s and not state.running_requests:
+            # Loads that go on look the same for a while; what they wait for may be each other's blocks.
+            text += f"; nothing runs, no token for {stalled_s:,.0f} s"
+            if state.kv_usage_share:
+                text += f", {state.kv_usage_share:.1%} of the pool held"
+            also = ("stall",)
+        found.append(Finding("deferred", deferred, text, 0.95, also))
     if rest > 0:
         found.append(_rest(interval, context, room, rest, deferred, stalled_s))
     return found
@@ -87,6 +92,9 @@ def _rest(
     cap = context.cap
     # vLLM's deferred requests count against max_num_seqs, too.
     counted = (running or 0.0) + (deferred if context.version.name == "vllm" else 0.0)
+    if stalled_s and running:
+        # Whatever the limits: with no token for so long nobody leaves.
+        return _stalled(state, context, room, waiting, stalled_s)
     if running is not None and cap is not None and counted >= cap and not context.is_cap_inferred:
         text = f"{running:,.0f} running"
         text += f" + {deferred:,.0f} deferred" if counted > running else ""
@@ -100,29 +108,33 @@ def _rest(
         and state.used_tokens > state.pool_tokens
     ):
         return Finding("capacity", waiting, room.text, 0.95)
-    if _reserves_output(context):
+    if _reserves_output(context) and not context.all_may_be_longest(state):
         return _worst_case(interval, context, room, waiting)
     confidence = 0.6 if room.is_assumed else 0.9
     if room.kind == "full":
         return Finding("capacity", waiting, room.text, confidence)
     if room.kind == "watermark":
         return Finding("watermark", waiting, room.text, confidence)
-    if 0 < waiting <= interval.preempted_waiting and room.kind == "tight":
+    again = min(waiting, interval.preempted_waiting)
+    if again >= 0.5 * waiting and room.kind == "tight":
+        # A preempted request goes to the head of the queue: what it needs back is what the queue waits for.
+        who = f"all {waiting:,.0f}" if again == waiting else f"{again:,.0f} of {waiting:,.0f}"
         text = (
-            f"all {waiting:,.0f} waiting were preempted (running fell without completions) and "
+            f"{who} waiting were preempted (running fell without completions) and "
             f"need their blocks back; {room.text}"
         )
         return Finding("capacity", waiting, text, 0.85)
     is_reason_unknown = state.waiting_deferred_requests is None
-    if cap is not None and running is not None and context.is_at_cap(running):
+    if cap is not None and running is not None and context.is_at_cap(counted):
         if context.limits.lora and is_reason_unknown and context.version.name == "vllm":
             return _perhaps_deferred(state, context, room, waiting)
+        what = f"running + deferred stay at {counted:,.0f}" if counted > running else ""
         text = (
-            f"running stays at {running:,.0f} while {waiting:,.0f} wait and who ends is replaced "
+            f"{what or f'running stays at {running:,.0f}'} while {waiting:,.0f} wait and who ends is replaced "
             f"(max_num_seqs inferred as {cap:,.0f}); {room.text}"
         )
         return Finding("max_num_seqs", waiting, text, 0.8 if not room.is_assumed else 0.65)
-    if context.flows(interval):
+    if context.flows(interval) and context.fills_steps(interval):
         return _token_budget(interval, context, room, waiting)
     if interval.is_prefilling:
         text = (
@@ -131,12 +143,17 @@ def _rest(
         )
         return Finding("token_budget", waiting, text, 0.75)
     if room.kind == "tight" and interval.prompt_tokens_per_s == 0:
-        queue = max(waiting, interval.queue_after or 0.0)
+        estimate = context.estimate(state, room)
+        if estimate:
+            return Finding("capacity", waiting, f"{room.text}; {estimate}", 0.6)
+        length = max(waiting, interval.queue_after or 0.0)
+        none = "nothing deferred" if not is_reason_unknown else "deferred requests not exported"
+        behind = f" and {length - 1:,.0f} wait behind it" if length > 1 else ""
         text = (
-            f"{room.text}; {running or 0:,.0f} running, no prompt computed, nothing deferred: the "
-            f"head needs more than is free and {queue - 1:,.0f} wait behind it"
+            f"{room.text}; {running or 0:,.0f} running, no prompt computed, {none}: the "
+            f"head needs more than is free{behind}"
         )
-        gate: GateName = "head_of_line" if queue > 1 else "capacity"
+        gate: GateName = "head_of_line" if length > 1 else "capacity"
         return Finding(gate, waiting, text, 0.55 if room.is_assumed else 0.8)
     if (
         room.kind == "roomy"
@@ -156,7 +173,7 @@ def _token_budget(interval: Interval, context: Context, room: Room, waiting: flo
         f"{waiting:,.0f} wait"
     )
     if context.limits.token_budget:
-        text += f" (max_num_batched_tokens {context.limits.token_budget:,})"
+        text += f" (budget {context.limits.token_budget:,} tokens a step)"
     return Finding(
         "token_budget", waiting, f"{text}; {room.text}", 0.7 if room.is_assumed else 0.85
     )
@@ -241,10 +258,17 @@ def _worst_case(interval: Interval, context: Context, room: Room, waiting: float
         if size and context.usual_prompt_tokens:
             blocks = -(-(context.usual_prompt_tokens + mean) // size)
             asked += f", so one reserves {blocks:,.0f} blocks"
+    longest = context.longest_tokens(state)
+    if not asked and room.longest is not None and longest:
+        asked = (
+            f"; max_tokens left out counts as the longest length, {longest:,.0f} tokens = "
+            f"{room.longest:,.0f} {room.unit}"
+        )
     if context.version.name == "tgi" and state.token_budget_tokens:
         asked += f"; the batch may grow to {state.token_budget_tokens:,.0f} tokens"
+    # What is free by the gauge is promised: it says nothing of who may enter.
     text = (
-        f"{room.text}, yet {waiting:,.0f} wait behind {state.running_requests:,.0f} running: prompt "
+        f"{room.free_text or room.text}, yet {waiting:,.0f} wait behind {state.running_requests:,.0f} running: prompt "
         f"and whole output of each are reserved until it ends{asked}"
     )
     return Finding("worst_case", waiting, text, 0.8 if not also else 0.6, also)

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcatch.observe.window import delta
+from kvcatch.observe.window import delta, queue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,12 @@ PROMPT_HEAVY = 20.0
 
 _FULL_SHARE = 0.03
 """Free share under which a pool is full whatever a request needs."""
+
+_LEAST_STEP_TOKENS = 128.0
+"""A step of fewer tokens is filled by no budget that is in use: the smallest are 512."""
+
+_ESTIMATE_CLIP = 4096.0
+"""Output tokens of the head that SGLang counts at most."""
 
 _ASSUMED_FULL, _ASSUMED_ROOMY = 0.05, 0.4
 """Free shares that decide where no length is known; such a verdict is marked as assumed."""
@@ -42,6 +48,7 @@ class Room:
         usual: What a usual prompt needs of them; None when unknown.
         longest: What the longest request needs; None when unknown.
         unit: ``blocks`` or ``tokens``.
+        free_text: What is free alone; empty when that is not known.
     """
 
     kind: str
@@ -51,6 +58,7 @@ class Room:
     usual: float | None = None
     longest: float | None = None
     unit: str = "blocks"
+    free_text: str = ""
 
 
 _UNKNOWN = Room("unknown", "KV usage unknown")
@@ -110,14 +118,14 @@ class Context:
             and item.state.running_requests is not None
             and _undeferred(item.state) > 0
         ]
-        top = max((item.state.running_requests or 0.0 for item in found), default=0.0)
+        top = max((self.counted(item.state) for item in found), default=0.0)
         if len(queued) < 3 or top < 1:
             return None
         slack = max(1.0, 0.05 * top)
         exactly = near = beside = replaced = 0.0
         lines = 0
         for item in queued:
-            running = item.state.running_requests or 0.0
+            running = self.counted(item.state)
             weight = _undeferred(item.state) * item.seconds
             if running < top - slack or not item.generated_tokens_per_s:
                 beside += weight
@@ -143,6 +151,11 @@ class Context:
             return (prompt + generated) / steps >= 0.5 * self.limits.token_budget
         return prompt >= PROMPT_HEAVY * max(generated, 1.0)
 
+    def counted(self, state: EngineSample) -> float:
+        """What counts against max_num_seqs: vLLM's deferred requests do, too."""
+        deferred = state.waiting_deferred_requests if self.version.name == "vllm" else None
+        return (state.running_requests or 0.0) + (deferred or 0.0)
+
     def is_at_cap(self, running: float) -> bool:
         """Whether as many run as may; an inferred cap allows for slots that the next step fills."""
         if self.cap is None:
@@ -153,6 +166,34 @@ class Context:
         """Whether prompts are being computed at a good part of what the engine reaches."""
         rate = interval.prompt_tokens_per_s
         return bool(rate and self.ceiling_tokens_per_s and rate >= 0.3 * self.ceiling_tokens_per_s)
+
+    def fills_steps(self, interval: Interval) -> bool:
+        """Whether steps hold enough tokens for a step's budget to be what keeps requests out."""
+        if not interval.steps or interval.prompt_tokens_per_s is None:
+            return True  # a long step is under way, or steps are not counted
+        rate = interval.prompt_tokens_per_s + (interval.generated_tokens_per_s or 0.0)
+        least = min(_LEAST_STEP_TOKENS, 0.25 * (self.limits.token_budget or math.inf))
+        return rate * interval.seconds / interval.steps >= least
+
+    def all_may_be_longest(self, state: EngineSample) -> bool:
+        """Whether the pool holds those that run and one more at the longest length: nothing to reserve."""
+        concurrency = self.concurrency(state)
+        return concurrency is not None and (state.running_requests or 0.0) + 1 <= concurrency
+
+    def estimate(self, state: EngineSample, room: Room) -> str:
+        """SGLang's reason to refuse a prompt that would fit; empty where there is none."""
+        if self.version.name != "sglang" or room.free is None or self.usual_prompt_tokens is None:
+            return ""
+        size = (self._block_size(state) or 1.0) if room.unit == "blocks" else 1.0
+        need = self.usual_prompt_tokens + _ESTIMATE_CLIP
+        if room.free * size >= need and not state.new_token_ratio:
+            return ""
+        text = f"admission counts up to {_ESTIMATE_CLIP:,.0f} output tokens of the head"
+        if state.new_token_ratio:
+            text += (
+                f" and {state.new_token_ratio:g} of the output that those running may still make"
+            )
+        return text
 
     def longest_tokens(self, state: EngineSample) -> float | None:
         """Tokens of the longest request that the engine takes."""
@@ -239,30 +280,31 @@ class Context:
         if free < 0:
             text = f"{total - free:,.0f} {unit} in use > {total:,.0f} there are: {-free:,.0f} over"
             return Room("full", text, False, free, usual, longest, unit)
+        kept = (free, usual, longest, unit, free_text)
         if usual is not None and free < usual:
             text = f"{free_text} < {usual:,.0f} for the usual prompt"
             if self.usual_prompt_tokens:
                 text += f" of {self.usual_prompt_tokens:,.0f} tokens"
-            return Room("full", text, False, free, usual, longest, unit)
+            return Room("full", text, False, *kept)
         if free < _FULL_SHARE * total:
-            return Room("full", f"{free_text}: full", usual is None, free, usual, longest, unit)
+            return Room("full", f"{free_text}: full", usual is None, *kept)
         if usual is not None and mark and free < usual + mark:
             text = f"{free_text} < {usual:,.0f} for the usual prompt + {mark:,.0f} watermark"
-            return Room("watermark", text, False, free, usual, longest, unit)
+            return Room("watermark", text, False, *kept)
         if longest is not None and free >= longest + mark:
             text = f"{free_text} >= {longest:,.0f} for the longest request: KV keeps nobody out"
-            return Room("roomy", text, False, free, usual, longest, unit)
+            return Room("roomy", text, False, *kept)
         if usual is None and longest is None:
             share = _by_share(free / total)
-            return Room(share.kind, f"{free_text}; lengths unknown", True, free, None, None, unit)
+            return Room(share.kind, f"{free_text}; lengths unknown", True, *kept)
         if longest is None and free >= 0.5 * total:
-            return Room("roomy", f"{free_text}: half the pool", True, free, usual, longest, unit)
+            return Room("roomy", f"{free_text}: half the pool", True, *kept)
         text = free_text
         if usual is not None:
             text += f" >= {usual:,.0f} for the usual prompt"
         if longest is not None:
             text += f", < {longest:,.0f} for the longest request"
-        return Room("tight", text, False, free, usual, longest, unit)
+        return Room("tight", text, False, *kept)
 
     def _watermark(self, total: float) -> int:
         if self.limits.watermark:
@@ -280,7 +322,7 @@ def _by_share(free: float) -> Room:
 
 
 def _undeferred(state: EngineSample) -> float:
-    return (state.waiting_requests or 0.0) - (state.waiting_deferred_requests or 0.0)
+    return (queue(state) or 0.0) - (state.waiting_deferred_requests or 0.0)
 
 
 def _last(samples: Sequence[EngineSample], name: str) -> float | None:

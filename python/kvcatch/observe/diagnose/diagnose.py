@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from kvcatch.observe.diagnose.advice import advise
@@ -12,7 +13,7 @@ from kvcatch.observe.diagnose.findings import find_leak, find_prefix_fault, find
 from kvcatch.observe.diagnose.verdict import Diagnosis, Evidence, Span, Verdict
 from kvcatch.observe.engines import FAMILIES
 from kvcatch.observe.limits import EngineVersion, Limits
-from kvcatch.observe.window import by_replica, intervals
+from kvcatch.observe.window import by_replica, intervals, queue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -31,8 +32,17 @@ _WAIT_S = 1.0
 _EPISODE_S = 5.0
 """A queue that lasts less is a blip."""
 
+_SEEN_S = 0.9
+"""A queue seen for less (two looks a second apart, their jitter allowed for) tells nothing yet."""
+
+_FEW = 5
+"""A window of fewer intervals says nothing of a queue that only its last look shows."""
+
 _ALSO_SHARE = 0.1
 _RUNNING_STALL_S = 60.0
+
+_UNIX_S = 1e9
+"""Times above are Unix time, those below seconds of a recording."""
 
 
 def diagnose(
@@ -53,10 +63,13 @@ def diagnose(
         notes: Passed on.
     """
     verdicts = []
-    for (_, engine, _), group in by_replica(samples).items():
-        known = _version(engine, version, (names or {}).get(engine))
-        verdicts.append(diagnose_replica(group, known, limits or Limits()))
     remarks = list(notes)
+    for (_, engine, _), group in by_replica(samples).items():
+        met = (names or {}).get(engine)
+        known = _version(engine, version, met)
+        if (doubt := _contradiction(engine, known, met)) and doubt not in remarks:
+            remarks.append(doubt)
+        verdicts.append(diagnose_replica(group, known, limits or Limits()))
     if not verdicts:
         name = version or EngineVersion("kvcatch")
         verdict = Verdict("not_enough_evidence", arithmetic="no sample of an engine")
@@ -77,6 +90,24 @@ def _version(engine: str, given: EngineVersion | None, names: set[str] | None) -
     if low is None and high is None:
         return EngineVersion(engine) if engine != "llamacpp" else EngineVersion("llamacpp")
     return EngineVersion(engine, low, high, "inferred from metric names")
+
+
+def _contradiction(engine: str, known: EngineVersion, names: set[str] | None) -> str:
+    """Where the version that was given cannot export the metrics that were met; empty where it can."""
+    if (
+        not names
+        or engine not in FAMILIES
+        or known.name != engine
+        or known.source.startswith("inf")
+    ):
+        return ""
+    low, high = FAMILIES[engine].version_range(names)
+    is_older = low is not None and known.since(*low) is False
+    is_newer = high is not None and known.low is not None and known.low > high
+    if not is_older and not is_newer:
+        return ""
+    met = EngineVersion(engine, low, high, "inferred from metric names").title
+    return f"{known.title} was given, the names of the metrics are those of {met}: advice is for the first"
 
 
 def diagnose_replica(
@@ -130,7 +161,7 @@ def _stalls(found: Sequence[Interval]) -> list[float]:
             item is not None
             and item.is_frozen
             and not item.is_restart
-            and (item.state.waiting_requests or 0) > 0
+            and (queue(item.state) or 0) > 0
         )
         if stands and item is not None:
             if not length:
@@ -150,7 +181,7 @@ def _queues(found: Sequence[Interval]) -> set[int]:
     queued: set[int] = set()
     episode: list[Interval] = []
     for item in [*found, None]:
-        if item is not None and not item.is_restart and (item.state.waiting_requests or 0) > 0:
+        if item is not None and not item.is_restart and (queue(item.state) or 0) > 0:
             episode.append(item)
             continue
         if episode and _is_queue(episode, len(found)):
@@ -165,7 +196,7 @@ def _is_queue(episode: Sequence[Interval], total: int) -> bool:
     length = sum(item.seconds for item in episode)
     if length < _EPISODE_S and len(episode) < total:
         return False
-    waited = sum((item.state.waiting_requests or 0.0) * item.seconds for item in episode)
+    waited = sum((queue(item.state) or 0.0) * item.seconds for item in episode)
     served = [item.started if item.started is not None else item.entered for item in episode]
     return waited >= _WAIT_S * max(sum(served), 1.0)
 
@@ -232,7 +263,9 @@ def _decide(
         verdict.confidence = certain[0].confidence
         verdict.arithmetic = certain[0].arithmetic
     else:
-        _calm(verdict, found, samples)
+        _calm(verdict, found, samples, context)
+    if verdict.gate in ("capacity", "preemption_storm"):
+        _per_running(verdict, rows, queued, context)
     for fault in faults:
         if fault.is_certain:
             also.append(fault.gate)
@@ -247,6 +280,10 @@ def _decide(
             )
         )
     verdict.also = [name for name in dict.fromkeys(also) if name != verdict.gate]
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("at %H:%M:%S")
 
 
 def _explain(
@@ -277,7 +314,8 @@ def _explain(
         facts.append(f"{item.prompt_tokens_per_s:,.0f} prompt tokens/s")
     if state.waiting_deferred_requests is not None:
         facts.append(f"{state.waiting_deferred_requests:,.0f} deferred")
-    text = f"{gate or 'unexplained'}: {', '.join(facts)} at {item.start_s:,.1f} s; {finding.text}"
+    at = f"at {item.start_s:,.1f} s" if item.start_s < _UNIX_S else _clock(item.start_s)
+    text = f"{gate or 'unexplained'}: {', '.join(facts)} {at}; {finding.text}"
     verdict.evidence.append(Evidence(mine[0][0].start_s, mine[-1][0].end_s, text))
     also += finding.also
     if is_first:
@@ -290,8 +328,65 @@ def _explain(
             verdict.confidence = storm.confidence
 
 
-def _calm(verdict: Verdict, found: Sequence[Interval], samples: Sequence[EngineSample]) -> None:
-    known = [item for item in found if item.state.waiting_requests is not None]
+def _per_running(
+    verdict: Verdict,
+    rows: Sequence[tuple[Interval, Finding]],
+    queued: set[int],
+    context: Context,
+) -> None:
+    """What those that run hold each, and so how many of them the pool holds: what to send at once."""
+    full = [item for item, finding in rows if finding.gate == "capacity" and id(item) in queued]
+    item = max(full, key=lambda item: item.state.running_requests or 0.0, default=None)
+    if item is None or not item.state.running_requests:
+        return
+    room = context.room(item.state)
+    total = item.state.num_blocks if room.unit == "blocks" else item.state.pool_tokens
+    if room.free is None or not total or room.free >= total:
+        return
+    running = item.state.running_requests
+    each = (total - room.free) / running
+    text = (
+        f"{running:,.0f} running hold {total - room.free:,.0f} {room.unit}, {each:,.1f} each: the pool of "
+        f"{total:,.0f} holds about {total / each:,.0f} such requests"
+    )
+    verdict.evidence.append(Evidence(item.start_s, item.end_s, text))
+
+
+def _open_queue(found: Sequence[Interval], samples: Sequence[EngineSample]) -> Evidence | None:
+    """A queue that stands at the end of the window, does not move, and is too young to be judged."""
+    episode: list[Interval] = []
+    for item in reversed(found):
+        if item.is_restart or not queue(item.state):
+            break
+        episode.insert(0, item)
+    last = queue(samples[-1]) or 0.0
+    if last and not episode and len(found) < _FEW and not found[-1].is_restart:
+        text = f"{last:,.0f} wait at the last of {len(samples)} looks: nothing tells how long, look longer"
+        return Evidence(samples[-1].t_seconds, samples[-1].t_seconds, text)
+    if not episode or not last:
+        return None
+    start, seconds = episode[0].start_s, sum(item.seconds for item in episode)
+    if episode[0].state.covers_seconds is not None:
+        if any(item.prompt_tokens_per_s for item in episode):
+            return None
+        text = f"{last:,.0f} wait in the last line of the log and no prompt was computed in it: one line is no window"
+        return Evidence(start, samples[-1].t_seconds, text)
+    waited = sum((queue(item.state) or 0.0) * item.seconds for item in episode)
+    served = sum(item.started if item.started is not None else item.entered for item in episode)
+    if seconds < _SEEN_S or waited < _WAIT_S * max(served, 1.0):
+        return None
+    text = (
+        f"{last:,.0f} wait at the end of the window, the first of them for {seconds:,.1f} s, and "
+        f"{served:,.0f} got their first token meanwhile: {_EPISODE_S:g} s tell a queue from a blip, look "
+        "longer"
+    )
+    return Evidence(start, samples[-1].t_seconds, text)
+
+
+def _calm(
+    verdict: Verdict, found: Sequence[Interval], samples: Sequence[EngineSample], context: Context
+) -> None:
+    known = [item for item in found if queue(item.state) is not None]
     first, last = samples[0].t_seconds, samples[-1].t_seconds
     if not known:
         verdict.gate, verdict.confidence = "not_enough_evidence", 0.0
@@ -299,14 +394,27 @@ def _calm(verdict: Verdict, found: Sequence[Interval], samples: Sequence[EngineS
         verdict.arithmetic = what
         return
     seconds = sum(item.seconds for item in known)
-    waited = sum((item.state.waiting_requests or 0) * item.seconds for item in known)
-    most = max(item.state.waiting_requests or 0 for item in known)
+    waited = sum((queue(item.state) or 0) * item.seconds for item in known)
+    most = max(queue(item.state) or 0 for item in known)
     busy = any(item.state.running_requests or item.generated_tokens_per_s for item in known)
     verdict.gate = "healthy"
-    verdict.confidence = 0.9 if busy and len(known) >= 5 else 0.5
+    verdict.confidence = 0.9 if busy and len(known) >= _FEW else 0.5
     verdict.arithmetic = (
         f"{waited:,.1f} waiting request-seconds in {seconds:,.0f} s, {most:,.0f} waiting at most"
     )
+    still = _open_queue(found, samples)
+    if still is not None:
+        verdict.gate, verdict.confidence, verdict.arithmetic = (
+            "not_enough_evidence",
+            0.0,
+            still.text,
+        )
+        verdict.evidence.append(still)
+        for finding in classify(found[-1], context, 0.0):
+            if finding.gate is not None:
+                text = f"so far it looks like {finding.gate}: {finding.text}"
+                verdict.evidence.append(Evidence(still.start_s, still.end_s, text))
+        return
     text = verdict.arithmetic if busy else f"no request ran; {verdict.arithmetic}"
     verdict.evidence.append(Evidence(first, last, text))
 
@@ -323,7 +431,7 @@ def _hit_rate_note(
     has_rate = any(
         sample.hit_share is not None or sample.prefix_hit_tokens_total for sample in samples
     )
-    if has_rate and any((item.state.waiting_requests or 0) > 0 or item.preempted for item in found):
+    if has_rate and any((queue(item.state) or 0) > 0 or item.preempted for item in found):
         verdict.evidence.append(
             Evidence(
                 samples[0].t_seconds,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvcatch.observe.diagnose.verdict import Evidence
 from kvcatch.observe.leaks import check_replica, conservation, leak_slope
+from kvcatch.observe.window import queue
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,10 +82,7 @@ def find_storm(found: Sequence[Interval]) -> Fault | None:
     finished = [item.finished for item in found if item.finished is not None]
     if finished and preempted >= _STORM_LEAST:
         done = sum(finished)
-        most = max(
-            (item.state.running_requests or 0) + (item.state.waiting_requests or 0)
-            for item in found
-        )
+        most = max((item.state.running_requests or 0) + (queue(item.state) or 0) for item in found)
         if not done and most <= 1:
             text = (
                 f"one request alone was preempted {preempted:,.0f} times and nothing ended: it needs more "

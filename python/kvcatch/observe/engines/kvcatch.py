@@ -65,6 +65,7 @@ KVCATCH = Family(
         Metric(_P + "hit_tokens", "prefix_hit_tokens_total", "sum", where={"tier": ""}),
         # scheduling
         Metric(_P + "head_refused", "head_gate", "label", label="gate"),
+        Metric(_P + "head_required", "head_required_blocks", where={"unit": "blocks"}),
         Metric(_P + "preemptions", "preemptions_total", "sum"),
         # efficiency
         Metric(_P + "slots", "used_tokens", where={"state": "used"}),

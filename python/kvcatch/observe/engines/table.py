@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+from zlib import crc32
 
 from kvcatch.observe.sample import FIELDS
 
 if TYPE_CHECKING:
     from kvcatch.observe.sample import EngineSample
 
-__all__ = ["Combine", "Family", "Metric", "Version"]
+__all__ = ["Combine", "Family", "Metric", "Version", "replica_name"]
 
 Version = tuple[int, ...]
 
@@ -21,6 +22,8 @@ Combine = Literal["max", "sum", "bucket", "label"]
 exports), the sum (a counter by reason), the bucket that holds the largest value, or a label's text."""
 
 Labels = Mapping[str, str]
+
+_SEPARATES = {",", "\\"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,33 @@ class Metric:
 
     def __post_init__(self) -> None:
         assert self.field in FIELDS, self.field
+
+
+_LONGEST_LABEL = 200
+
+
+def replica_name(identity: Sequence[str], labels: Labels) -> str:
+    """The labels that tell a replica from others, as ``name=value,...``; empty ones left out.
+
+    Two replicas never share a name: signs that separate, or that a terminal would act on, are escaped.
+    """
+    return ",".join(f"{name}={_plain(labels[name])}" for name in identity if labels.get(name))
+
+
+def _plain(value: str) -> str:
+    if len(value) <= _LONGEST_LABEL and value.isprintable() and not _SEPARATES & set(value):
+        return value
+    text = "".join(
+        f"\\x{ord(char):02x}"
+        if char in _SEPARATES
+        else char
+        if char.isprintable()
+        else char.encode("unicode_escape").decode()
+        for char in value
+    )
+    if len(value) <= _LONGEST_LABEL:
+        return text
+    return f"{text[:_LONGEST_LABEL]}...{crc32(value.encode('utf-8', 'replace')):08x}"
 
 
 def _no_info(labels: Labels) -> dict[str, float]:

@@ -87,12 +87,14 @@ class Observer:
         self.watermark_blocks: int = getattr(manager, "watermark_blocks", 0)
         self.reported: tuple[tuple[str, int], ...] = ()
         self._told = False
+        self._waited = 0
         self._is_inside = False
         self._peeked = False
         self._armed = False
         self._refused: Compared | None = None
         self._needs: list[int] = []
         self._asked: Any = None
+        self._found: Any = ()
         self._bound: list[Any] = []
         self._saved: dict[tuple[int, str], Any] = {}
         self.bind()
@@ -214,6 +216,7 @@ class Observer:
             if name != self._asked:
                 self._asked, self._needs = name, []
             self._needs.append(need)
+            self._found = kwargs.get("new_computed_blocks") or ()
             return need
 
         return get_num_blocks_to_allocate
@@ -244,18 +247,19 @@ class Observer:
             compared.watermark = self.watermark_blocks
         if not whole:
             compared.reserved = int(kwargs.get("reserved_blocks", 0) or 0)
-        compared.hit_tokens = int(kwargs.get("num_new_computed_tokens", 0) or 0)
-        new = args[0] if args else kwargs.get("num_new_tokens", 0)
-        compared.tokens = int(new) + compared.hit_tokens
-        self._count_hits(compared, kwargs.get("new_computed_blocks"))
+        # 0.10 to 0.12 pass the first three by position.
+        names = ("num_new_tokens", "num_new_computed_tokens", "new_computed_blocks")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        compared.hit_tokens = int(given.get("num_new_computed_tokens", 0) or 0)
+        compared.tokens = int(given.get("num_new_tokens", 0)) + compared.hit_tokens
+        self._count_hits(compared, getattr(given.get("new_computed_blocks"), "blocks", ()))
         self._refused = compared
 
-    def _count_hits(self, compared: Compared, hits: Any) -> None:
+    def _count_hits(self, compared: Compared, groups: Any) -> None:
         name = compared.request.request_id
         compared.held = sum(
             len(part.req_to_blocks.get(name, ())) for part in self.coordinator.single_type_managers
         )
-        groups = getattr(hits, "blocks", ())
         compared.hits = sum(
             1 for group in groups for block in group if block.ref_cnt and not block.is_null
         )
@@ -271,7 +275,9 @@ class Observer:
             self.empty_steps += 1
         self.step_tokens += tokens
         self._follow(output, now)
-        preempted = getattr(output, "preempted_req_ids", None)
+        preempted = getattr(output, "preempted_req_ids", ())
+        if not hasattr(output, "preempted_req_ids"):
+            preempted = self._preempted()
         if preempted is not None:
             self.preemptions = (self.preemptions or 0) + len(preempted)
             for name in preempted:
@@ -284,6 +290,20 @@ class Observer:
                 ledger.clear()
             return
         self._explain(waiting, tokens, len(preempted or ()), now)
+
+    def _preempted(self) -> list[str]:
+        """Who was preempted in this step, where vLLM does not say (0.10, 0.11).
+
+        After a preemption the waiting loop does not run, so the queue has grown by the preempted alone.
+        """
+        waiting = self.scheduler.waiting
+        if self._peeked or len(waiting) <= self._waited:
+            return []
+        return [
+            request.request_id
+            for request in waiting
+            if request.status.name == "PREEMPTED" and request.request_id in self.admitted_s
+        ]
 
     def _follow(self, output: Any, now: float) -> None:
         """Who was admitted, who got blocks, who is gone."""
@@ -340,7 +360,7 @@ class Observer:
         if request is None or request in self.scheduler.running or self._needs[-1] <= free:
             return None
         compared = Compared(request, self._needs, is_whole=True, free=free)
-        self._count_hits(compared, None)
+        self._count_hits(compared, self._found)
         return compared
 
     def count_deferred(self) -> int:

@@ -119,16 +119,10 @@ class EnginePages:
         return {**self._head(), **self._refusals(take(self.observer))}
 
     def _refusals(self, copy: Copy) -> dict[str, Any]:
-        observer, ledger = self.observer, self.observer.ledger
-        with observer.lock:
-            now = observer.clock()
-            current = ledger.current
-            recent = [refused.to_dict(now) for refused in ledger.recent]
-            seconds = ledger.seconds_until(now)
-            steps = dict(ledger.steps)
+        now = copy.at_s
         head = None
-        if current is not None and current.last_s >= observer.last_step_s:
-            head = current.to_dict(now)
+        if copy.head is not None and copy.head.last_s >= copy.last_step_s:
+            head = copy.head.to_dict(now)
         return {
             "limits": self._limits(copy),
             "queue": {
@@ -136,14 +130,16 @@ class EnginePages:
                 "paused_sessions": copy.sessions,
                 "waiting": copy.waiting,
                 "deferred": copy.deferred,
-                "waiting_by_gate": counts(observer, copy),
-                "as_vllm_reports_by_gate": dict(observer.reported),
+                "waiting_by_gate": counts(copy),
+                "as_vllm_reports_by_gate": copy.reported,
             },
             "head": head,
             "waiting": [self._waiting(copy, at, head) for at in range(len(copy.queue))],
-            "recent": recent[::-1],
-            "waiting_request_seconds": {name: round(value, 3) for name, value in seconds.items()},
-            "refused_steps": steps,
+            "recent": [refused.to_dict(now) for refused in reversed(copy.recent)],
+            "waiting_request_seconds": {
+                name: round(value, 3) for name, value in copy.seconds.items()
+            },
+            "refused_steps": copy.steps,
         }
 
     def _limits(self, copy: Copy) -> dict[str, Any]:
@@ -282,11 +278,7 @@ class EnginePages:
         if copy.at_s - self._layout_s >= _LAYOUT_S:
             self._laid_out(take(observer))
         laid = self._layout
-        with observer.lock:
-            now = observer.clock()
-            head = observer.ledger.current
-            seconds = observer.ledger.seconds_until(now)
-            steps = dict(observer.ledger.steps)
+        now, head, seconds, steps = copy.at_s, copy.head, copy.seconds, copy.steps
         names, own = ("model_name", "engine"), (self.names.model, str(self.names.rank))
 
         def one(kind: Any, name: str, value: float, text: str) -> Any:
@@ -318,7 +310,7 @@ class EnginePages:
             ("max_num_seqs", copy.slots, "Sequences that may run at once."),
             ("token_budget_tokens", scheduler.max_num_scheduled_tokens, "Tokens of one step."),
             ("max_model_len_tokens", scheduler.max_model_len, "Most tokens of a request."),
-            ("last_step_age_seconds", now - observer.last_step_s, "Seconds since the last step."),
+            ("last_step_age_seconds", now - copy.last_step_s, "Seconds since the last step."),
         ):
             yield one(gauge, name, value, text)
         for name, value, text in (
@@ -332,7 +324,7 @@ class EnginePages:
             yield one(counter, name, value, text)
         if observer.preemptions is not None:
             yield one(counter, "preemptions", observer.preemptions, "Requests preempted.")
-        by_gate = {name: float(value) for name, value in counts(observer, copy).items()}
+        by_gate = {name: float(value) for name, value in counts(copy).items()}
         text = "Waiting requests by the gate that keeps them out."
         yield many(gauge, "waiting", "gate", by_gate, text)
         text = "Request-seconds waited, by gate."

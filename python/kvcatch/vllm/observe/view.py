@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kvcatch.vllm.observe.observer import Observer
+    from kvcatch.vllm.observe.records import Refused
 
 __all__ = ["Copy", "Held", "Layout", "Waiting", "counts", "layout", "take"]
 
@@ -119,6 +120,13 @@ class Copy:
         waiting: Requests that wait.
         deferred: Of those, the ones set aside.
         queue: The first of those that wait.
+        shares: Gate and number of those that the last step found waiting.
+        head: The refusal of the head, as the last step found it.
+        recent: The last refusals, oldest first; none of them changes any more.
+        seconds: Request-seconds by gate.
+        steps: Steps that refused the head, by gate.
+        reported: Gates of those that vLLM counted itself.
+        last_step_s: When the last step was scheduled.
     """
 
     at_s: float
@@ -134,6 +142,13 @@ class Copy:
     waiting: int
     deferred: int
     queue: list[Waiting]
+    shares: tuple[tuple[str, int], ...]
+    head: Refused | None
+    recent: list[Refused]
+    seconds: dict[str, float]
+    steps: dict[str, int]
+    reported: dict[str, int]
+    last_step_s: float
 
     @property
     def usable(self) -> int:
@@ -185,8 +200,9 @@ def take(observer: Observer, *, with_tables: bool = True) -> Copy:
                     name = request.request_id
                     queue.append(Waiting(name, request.num_tokens, why, held.get(name, 0)))
         running, sessions, most = slots(scheduler, counts_sessions=True)
+        ledger, now = observer.ledger, observer.clock()
         return Copy(
-            observer.clock(),
+            now,
             pool.num_gpu_blocks,
             pool.get_num_free_blocks(),
             pool.null_block.block_id,
@@ -199,6 +215,13 @@ def take(observer: Observer, *, with_tables: bool = True) -> Copy:
             sum(map(len, queues(scheduler))),
             observer.count_deferred(),
             queue,
+            ledger.shares,
+            ledger.current,
+            list(ledger.recent),
+            ledger.seconds_until(now),
+            dict(ledger.steps),
+            dict(observer.reported),
+            observer.last_step_s,
         )
 
 
@@ -327,10 +350,17 @@ def unowned_blocks(observer: Observer, copy: Copy) -> list[int]:
     return list(itertools.islice(found, _MOST_BLOCKS_NAMED))
 
 
-def counts(observer: Observer, copy: Copy) -> dict[str, int]:
-    """How many wait at each gate now; those that came since the last step are ``next_step``."""
-    shares = dict(observer.ledger.shares)
-    new = copy.waiting - sum(shares.values())
-    if new > 0:
-        shares[NEXT_STEP] = shares.get(NEXT_STEP, 0) + new
-    return shares
+def counts(copy: Copy) -> dict[str, int]:
+    """How many wait at each gate; those that came since the last step are ``next_step``.
+
+    Who left since then is taken from those behind: their gates are the last.
+    """
+    found: dict[str, int] = {}
+    left = copy.waiting
+    for gate, number in copy.shares:
+        if number := min(number, left):
+            found[gate] = found.get(gate, 0) + number
+        left -= number
+    if left:
+        found[NEXT_STEP] = found.get(NEXT_STEP, 0) + left
+    return found

@@ -127,10 +127,12 @@ function drawCurves(row, curves, head) {
     parts.push([" + ", ""], [`deferred ${count(reasons.deferred)}`, "c2"]);
   }
   title("waiting-title", [...parts, [waitingNote, "dim"]]);
-  const blocksNote = plot("blocks", curves, ["available", "longest"]);
+  const needs = row[`head_needs_${row.unit}`];
+  const isKnown = needs !== null && needs !== undefined;
+  const blocksNote = plot("blocks", curves, ["available", isKnown ? "head" : "longest"]);
   title("blocks-title", [
     [`${row.unit}: `, ""], [`available ${count(row[`available_${row.unit}`])}`, "c0"], [", ", ""],
-    [`head at most ${count(row[`longest_request_${row.unit}`])}`, "c1"],
+    [isKnown ? `head needs ${count(needs)}` : `head at most ${count(row[`longest_request_${row.unit}`])}`, "c1"],
     [` (${head})${blocksNote}`, "dim"],
   ]);
 }
