@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.block_pool")
 
+from vllm.v1.request import RequestStatus
+
 from kvcatch.errors import InvalidArgument
 from kvcatch.vllm import order, plugin, register, unregister
 from kvcatch.vllm.evict import wanted
@@ -185,7 +187,7 @@ class Waiting:
     """As much of a request as the order looks at."""
 
     def __init__(self, name: str, cached: int) -> None:
-        self.name, self.num_preemptions, self.num_computed_tokens = name, 0, 0
+        self.name, self.status, self.num_computed_tokens = name, RequestStatus.WAITING, 0
         self.block_hashes = [i < cached for i in range(10)]
 
 
@@ -206,7 +208,7 @@ def test_rank_takes_preempted_then_passed_over_then_longest_cached():
     a, b, c, d, e = (
         Waiting(name, cached) for name, cached in zip("abcde", (0, 3, 9, 3, 0), strict=True)
     )
-    e.num_preemptions = 1
+    e.status = RequestStatus.PREEMPTED
     d._kvcatch_passes = 8
     assert "".join(r.name for r in order.rank(Manager, [a, b, c, d, e], 8)) == "edcba"
     assert "".join(r.name for r in order.rank(Manager, [a, b, c, d, e], 9)) == "ecbda"

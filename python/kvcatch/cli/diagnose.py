@@ -61,7 +61,7 @@ def diagnose(
 
     The gate is the one that kept requests waiting for most request-seconds. Where kvcatch's plugin is
     inside the engine, the refused request and those who hold the blocks are named. Exit code 0: healthy; 1: not
-    healthy, or not enough evidence; 2: bad input.
+    healthy, not enough evidence, or one of several sources gave nothing; 2: bad input.
 
     Example: kvcatch diagnose http://127.0.0.1:8000 --engine vllm@0.32 --engine-args "--max-num-seqs 64"
     """
@@ -80,7 +80,9 @@ def diagnose(
             print(json.dumps(data, indent=2, allow_nan=False))  # noqa: T201
         else:
             _show(result, inside, with_timeline=timeline)
-        raise typer.Exit(0 if result.worst.is_healthy else 1)
+        # Of a source that gave nothing nobody knows.
+        is_whole = len(found) == len(sources)
+        raise typer.Exit(0 if result.worst.is_healthy and is_whole else 1)
 
 
 def _read(

@@ -70,7 +70,9 @@ def rank(manager: Any, requests: list[Any], passes: int) -> list[Any]:
         return requests
 
     def key(request: Any) -> tuple[int, int]:
-        if request.num_preemptions or request.num_computed_tokens:
+        # 0.10.2 does not count a request's preemptions.
+        preempted = request.status.name == "PREEMPTED" or getattr(request, "num_preemptions", 0)
+        if preempted or request.num_computed_tokens:
             return 0, 0
         if getattr(request, _PASSES, 0) >= passes:
             return 1, 0

@@ -12,7 +12,6 @@ from kvcatch.observe.diagnose import (
     diagnose,
     fill_share,
     leak_slope,
-    smallest_useful_prefix,
 )
 from kvcatch.observe.limits import EngineVersion, Limits, read_engine_args
 from kvcatch.observe.log import read_vllm_log
@@ -685,8 +684,31 @@ class TestPrefix:
         short = [sample for sample in samples if sample.t_seconds < 2300]
         assert judge(short, "vllm@0.31").gate == "healthy"
 
-    def test_vllm_ascend_16639_prefixes_that_never_hit(self) -> None:
-        assert smallest_useful_prefix(1536, drops_last_block=True) == 3072
+    @pytest.mark.parametrize(
+        ("block_size", "hits", "noted"), [(1536, 0, 1), (1536, 9, 0), (16, 0, 0)]
+    )
+    def test_vllm_ascend_16639_prefixes_that_never_hit(
+        self, block_size: int, hits: int, noted: int
+    ) -> None:
+        samples = steady(
+            seconds=60,
+            rates={
+                "prompt_tokens_total": 400.0,
+                "generated_tokens_total": 40.0,
+                "prefix_query_tokens_total": 400.0,
+                "prefix_hit_tokens_total": float(hits),
+                "finished_total": 0.2,
+            },
+            block_size_tokens=float(block_size),
+            running_requests=1.0,
+            waiting_requests=0.0,
+            kv_usage_share=0.1,
+        )
+        verdict = judge(samples, "vllm@0.31")
+        assert verdict.gate == "healthy"
+        texts = [item.text for item in verdict.evidence if "3,072 with EAGLE or MTP" in item.text]
+        assert len(texts) == noted
+        assert all(text.startswith("none of 24,000 looked-up tokens hit") for text in texts)
 
     @pytest.mark.parametrize(("engine", "noted"), [("vllm@0.10.2", True), ("vllm@0.27.1", False)])
     def test_vllm_25780_43736_the_rate_is_too_high(self, engine: str, noted: bool) -> None:

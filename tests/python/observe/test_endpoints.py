@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from observe_make import vllm_body
+from observe_make import v1_line, vllm_body
 
 from kvcatch.errors import InvalidArgument
 from kvcatch.observe.errors import RecordingError
@@ -193,6 +193,18 @@ class TestCommands:
         assert healthy.returncode == 1
         assert "docs/runbook.md#" in healthy.stdout
         assert max(map(len, healthy.stdout.splitlines())) <= 100
+
+    def test_a_source_that_gives_nothing_is_not_healthy(
+        self, run_kvcatch: RunKvcatch, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "vllm.log"
+        lines = [v1_line(4, 0, 12.0, 300.0, 90.0, second=second) for second in range(0, 120, 10)]
+        path.write_text("\n".join(lines) + "\n")
+        alone = run_kvcatch("diagnose", path, "--json")
+        assert (alone.returncode, json.loads(alone.stdout)["gate"]) == (0, "healthy")
+        with_missing = run_kvcatch("diagnose", path, tmp_path / "gone.log", "--json")
+        assert (with_missing.returncode, json.loads(with_missing.stdout)["gate"]) == (1, "healthy")
+        assert "No such file" in with_missing.stdout
 
     def test_out_of_device_memory_is_not_kv(self, run_kvcatch: RunKvcatch, tmp_path: Path) -> None:
         # vllm#37428

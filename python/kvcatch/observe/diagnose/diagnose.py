@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from kvcatch.observe.diagnose.advice import advise
 from kvcatch.observe.diagnose.classify import STALL_S, classify
 from kvcatch.observe.diagnose.context import Context
-from kvcatch.observe.diagnose.findings import find_leak, find_prefix_fault, find_storm
+from kvcatch.observe.diagnose.findings import (
+    find_leak,
+    find_prefix_fault,
+    find_storm,
+    smallest_useful_prefix,
+)
 from kvcatch.observe.diagnose.verdict import Diagnosis, Evidence, Span, Verdict
 from kvcatch.observe.engines import FAMILIES
 from kvcatch.observe.limits import EngineVersion, Limits
@@ -25,6 +30,9 @@ if TYPE_CHECKING:
     from kvcatch.observe.window import Interval
 
 __all__ = ["diagnose", "diagnose_replica"]
+
+_LARGE_BLOCK = 256
+"""Tokens; hybrid models have such blocks, and prompts shorter than that are common."""
 
 _WAIT_S = 1.0
 """Seconds a request must wait on average before a queue is called one."""
@@ -145,6 +153,7 @@ def diagnose_replica(
             seconds[gate] += finding.waiting * item.seconds
     _decide(verdict, seconds, rows, queued, faults, found, samples, context)
     _hit_rate_note(verdict, samples, found, version)
+    _no_hit_note(verdict, found)
     verdict.advice = advise(verdict.gate, version, limits)
     for gate in verdict.also:
         verdict.advice += [f"{gate}: {text}" for text in advise(gate, version, limits)]
@@ -440,3 +449,21 @@ def _hit_rate_note(
                 "to schedule and each recomputed prompt",
             )
         )
+
+
+def _no_hit_note(verdict: Verdict, found: Sequence[Interval]) -> None:
+    """What two prompts must share before anything is hit, where blocks are so large that it explains no hits."""
+    rows = [item for item in found if item.hit_tokens is not None and item.query_tokens]
+    asked = sum(item.query_tokens or 0 for item in rows)
+    size = rows[-1].state.block_size_tokens if rows else None
+    if not size or size < _LARGE_BLOCK or any(item.hit_tokens for item in rows):
+        return
+    least, drafted = (
+        smallest_useful_prefix(int(size), drops_last_block=drops) for drops in (False, True)
+    )
+    text = (
+        f"none of {asked:,.0f} looked-up tokens hit: with blocks of {size:,.0f} tokens two prompts must share "
+        f"{least:,} tokens ({drafted:,} with EAGLE or MTP) before one block is hit; where TTFT says that they are, "
+        "this counter is not wired"
+    )
+    verdict.evidence.append(Evidence(rows[0].start_s, rows[-1].end_s, text))
