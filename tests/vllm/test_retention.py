@@ -139,7 +139,7 @@ class Server:
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcatch\nVersion: 0\n")
         (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nkvcatch = kvcatch.vllm:register\n"
+            "[vllm.general_plugins]\nkvcatch = kvcatch_vllm:register\n"
         )
         environ = os.environ | {
             "PYTHONPATH": f"{info.parent}:{PYTHON}",

@@ -73,8 +73,8 @@ class Server:
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcatch\nVersion: 0\n")
         (info / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nkvcatch = kvcatch.vllm:register\n\n"
-            "[vllm.stat_logger_plugins]\nkvcatch = kvcatch.vllm.observe.stat_logger:StatLogger\n"
+            "[vllm.general_plugins]\nkvcatch = kvcatch_vllm:register\n\n"
+            "[vllm.stat_logger_plugins]\nkvcatch = kvcatch_vllm:StatLogger\n"
         )
         (folder / "sockets").mkdir(mode=0o700)
         env = {
