@@ -51,6 +51,7 @@ class EngineSample:
         largest_prompt_tokens: No finished prompt was longer (upper bound from a histogram).
         head_gate: Gate that keeps the queue's head out, where the engine says so (kvcatch).
         head_required_blocks: What that gate asks of the head, promised output counted.
+        head_available_blocks: What there is of it.
         preemptions_total: Requests that lost their blocks.
         prompt_tokens_total: Prompt tokens of requests whose prompt is done.
         generated_tokens_total: Tokens generated.
@@ -131,6 +132,7 @@ class EngineSample:
     largest_prompt_tokens: float | None = None
     head_gate: str | None = None
     head_required_blocks: float | None = None
+    head_available_blocks: float | None = None
     preemptions_total: float | None = None
     prompt_tokens_total: float | None = None
     generated_tokens_total: float | None = None

@@ -198,6 +198,14 @@ def test_kvcatch_is_taken_at_its_word() -> None:
         assert diagnose(samples).worst.gate == gate
 
 
+def test_the_heads_numbers_are_shown_where_the_engine_has_them() -> None:
+    head = {"head_gate": "worst_case", "head_required_blocks": 65.0, "head_available_blocks": 12.0}
+    samples = steady("kvcatch", running_requests=3.0, waiting_requests=4.0, **head)
+    assert diagnose(samples).worst.arithmetic == (
+        "the engine says so: its head is refused at worst_case, which asks 65 blocks; 12 are available"
+    )
+
+
 class TestAdvice:
     FLAGS: ClassVar[dict[str, tuple[Any, Any]]] = {
         # flag -> versions of vLLM that have it: first, first without it

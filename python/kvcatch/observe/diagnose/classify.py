@@ -59,6 +59,9 @@ def classify(interval: Interval, context: Context, stalled_s: float) -> list[Fin
         return []
     if state.head_gate in GATES:
         text = f"the engine says so: its head is refused at {state.head_gate}"
+        required, available = state.head_required_blocks, state.head_available_blocks
+        if required is not None and available is not None:
+            text += f", which asks {required:,.0f} blocks; {available:,.0f} are available"
         return [Finding(cast("GateName", state.head_gate), waiting, text, 0.97)]
     room = context.room(state)
     found: list[Finding] = []

@@ -66,6 +66,7 @@ KVCATCH = Family(
         # scheduling
         Metric(_P + "head_refused", "head_gate", "label", label="gate"),
         Metric(_P + "head_required", "head_required_blocks", where={"unit": "blocks"}),
+        Metric(_P + "head_available", "head_available_blocks", where={"unit": "blocks"}),
         Metric(_P + "preemptions", "preemptions_total", "sum"),
         # efficiency
         Metric(_P + "slots", "used_tokens", where={"state": "used"}),

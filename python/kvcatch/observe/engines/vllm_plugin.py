@@ -24,6 +24,7 @@ ROWS = (
     Metric(PREFIX + "max_model_len_tokens", "max_model_len_tokens"),
     Metric(PREFIX + "head_refused", "head_gate", "label", label="gate"),
     Metric(PREFIX + "head_required", "head_required_blocks", where={"unit": "blocks"}),
+    Metric(PREFIX + "head_available", "head_available_blocks", where={"unit": "blocks"}),
     Metric(PREFIX + "preemptions", "preemptions_total", "sum"),
     Metric(PREFIX + "finished", "finished_total", "sum"),
     Metric(PREFIX + "steps", "steps_total", "sum"),
