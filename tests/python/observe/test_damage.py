@@ -271,7 +271,10 @@ class TestRecord:
                 time.sleep(0.05)
             time.sleep(1.0)
             process.send_signal(number)
-            said, errors = process.communicate(timeout=60)
+            try:
+                said, errors = process.communicate(timeout=60)
+            finally:
+                process.kill()
         assert process.returncode == 0
         assert errors.decode().splitlines()[-1] == "stopped"
         recording = read_recording(out)
