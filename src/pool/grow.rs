@@ -315,13 +315,14 @@ impl BlockPool {
             let reason = format!("the sequence has {} tokens", sequence.num_tokens);
             return Err(Error::invalid("num_tokens", num_tokens, reason));
         }
+        // A prompt may be known further than there is room for it.
+        sequence.tokens.truncate(num_tokens);
+        sequence.hashes.truncate(num_tokens / block_size);
         if num_tokens == sequence.num_tokens {
             return Ok(());
         }
         sequence.num_tokens = num_tokens;
         sequence.committed = sequence.committed.min(num_tokens);
-        sequence.tokens.truncate(num_tokens);
-        sequence.hashes.truncate(num_tokens / block_size);
         sequence.tail_unsure = true;
         if self.config.contiguous {
             // The promise was for the run behind the last block, which is another one now.
