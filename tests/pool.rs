@@ -951,10 +951,10 @@ impl Machine {
         self.agree(predicted, truncated)?;
         let blocks = self.model.blocks_for(num_tokens);
         let seq = self.model.seqs.get_mut(&raw).unwrap();
+        seq.tokens.truncate(num_tokens);
         if num_tokens < seq.num_tokens {
             seq.num_tokens = num_tokens;
             seq.committed = seq.committed.min(num_tokens);
-            seq.tokens.truncate(num_tokens);
             seq.unsure = true;
             if self.model.setup.contiguous {
                 // The promise was for the run behind a block that is another one now.
